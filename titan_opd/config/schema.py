@@ -1,0 +1,287 @@
+"""The TOML schema: one dataclass per section, every option documented in place with its unit.
+
+`[section.subsection]` in the TOML is `section.subsection` here and `--section.subsection.key value` on the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_opd.config.objective import Objective
+from titan_opd.config.options import check_section, option
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and what makes it repeatable."""
+
+    directory: str = option(
+        "runs/default", "folder of everything the run writes; refused when it holds another run"
+    )
+    seed: int = option(0, "seed of weights, data order and sampling", minimum=0)
+    threads: int = option(0, "CPU threads of torch; 0 leaves torch's own choice", minimum=0)
+
+    def __post_init__(self) -> None:
+        check_section(self, "run")
+
+
+@dataclass(frozen=True)
+class StudentConfig:
+    """The model that learns."""
+
+    path: str = option(doc="folder in Hugging Face format (config.json, safetensors, tokenizer)")
+    initialize: str = option(
+        "checkpoint",
+        "read the weights from `path`, or draw them from `run.seed`",
+        choices=("checkpoint", "random"),
+    )
+    tokenizer: str = option(
+        "", "folder with the tokenizer's files, or 'arithmetic' for the built-in one; empty: `path`"
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self, "student")
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The model that scores."""
+
+    engine: str = option(
+        "native", "how the teacher runs; 'none' for cross-entropy", choices=("native", "none")
+    )
+    path: str = option("", "folder in Hugging Face format, with the student's tokenizer")
+    top_k: int = option(64, "candidates a token for the support 'teacher_topk'", minimum=1, maximum=256)
+    tokens_per_forward: int = option(8192, "most packed tokens in one forward pass of the scorer", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_section(self, "teacher")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How a token is drawn: the logits are divided by the temperature, then top-k, then top-p cut what is left."""
+
+    temperature: float = option(1.0, "divides the logits; 0 takes the most likely token", minimum=0)
+    top_k: int = option(0, "keep the k most likely tokens; 0 keeps all", minimum=0)
+    top_p: float = option(
+        1.0, "keep the smallest set of most likely tokens whose mass reaches p", above=0, maximum=1
+    )
+    max_new_tokens: int = option(256, "longest answer, in tokens with the stop token", minimum=1)
+    stop_ids: tuple[int, ...] = option(
+        (), "token ids that end an answer, beside the tokenizer's own", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self, "sampling")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens can be cut from the distribution before it is sampled from."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Who writes the answers."""
+
+    engine: str = option(
+        "native",
+        "'native': the student writes; 'answers': the data's own expert responses are used",
+        choices=("native", "answers"),
+    )
+    sampling: SamplingConfig = option(SamplingConfig, "how the student's tokens are drawn")
+    max_concurrent: int = option(
+        64, "answers written at the same time; each holds a row of the KV cache", minimum=1
+    )
+    num_samples: int = option(
+        1, "Monte Carlo samples a token for the support 'sampled', the written token among them", minimum=1
+    )
+    student_top_k: int = option(
+        64, "candidates a token for the support 'student_topk'", minimum=1, maximum=256
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self, "rollout")
+
+
+@dataclass(frozen=True)
+class ArithmeticConfig:
+    """The built-in task: sums with the carries written out."""
+
+    min_digits: int = option(2, "fewest digits of a summand", minimum=1)
+    max_digits: int = option(3, "most digits of a summand", minimum=1, maximum=9)
+    num_train: int = option(
+        100_000, "generated training prompts, all different from the evaluation's", minimum=1
+    )
+    num_eval: int = option(200, "generated evaluation prompts", minimum=1)
+    seed: int = option(
+        0, "seed of the generated problems; the evaluation prompts depend on it too", minimum=0
+    )
+    skip_train: int = option(
+        0,
+        "leave out this many problems at the start of the training stream: disjoint sets from one seed",
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self, "data.arithmetic")
+        if self.min_digits > self.max_digits:
+            raise ValueError(
+                f"data.arithmetic.min_digits = {self.min_digits} is above max_digits = {self.max_digits}; "
+                "raise max_digits or lower min_digits"
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The prompts."""
+
+    task: str = option(
+        "files",
+        "'files' reads `train` and `evaluation`; 'arithmetic' is built in",
+        choices=("files", "arithmetic"),
+    )
+    train: str = option("", "JSONL or Parquet file of training prompts")
+    evaluation: str = option("", "JSONL or Parquet file of evaluation prompts; empty: none")
+    prompt_field: str = option("prompt", "column with the question: a text, or a list of chat messages")
+    answer_field: str = option(
+        "answer", "column with the reference answer that grading compares with; may be absent"
+    )
+    response_field: str = option(
+        "response", "column with an expert's whole response, for rollout.engine = 'answers'; may be absent"
+    )
+    template: str = option(
+        "chat", "'chat': the tokenizer's chat template; 'plain': `plain_template`", choices=("chat", "plain")
+    )
+    plain_template: str = option("{prompt}", "text of the plain template; {prompt} stands for the question")
+    system_prompt: str = option("", "system message put before a question under the chat template")
+    max_prompt_tokens: int = option(1024, "longest prompt, in tokens with its template", minimum=1)
+    overlong: str = option(
+        "error",
+        "a prompt above the limit stops the run, or is skipped and counted",
+        choices=("error", "skip"),
+    )
+    shuffle: bool = option(True, "a new order of the prompts in each epoch, from `run.seed`")
+    arithmetic: ArithmeticConfig = option(ArithmeticConfig, "the built-in task's settings")
+
+    def __post_init__(self) -> None:
+        check_section(self, "data")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Who may start which prompt when."""
+
+    mode: str = option("sync", "'sync': write, score, train, one after the other", choices=("sync",))
+    batch: int = option(64, "answers per policy version", minimum=1)
+    samples_per_prompt: int = option(1, "answers written to the same prompt; divides `batch`", minimum=1)
+    minibatches: int = option(1, "optimizer steps per batch; divides `batch`", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_section(self, "schedule")
+        for name in ("samples_per_prompt", "minibatches"):
+            if self.batch % getattr(self, name):
+                raise ValueError(
+                    f"schedule.{name} = {getattr(self, name)} does not divide schedule.batch = {self.batch}; "
+                    "choose a divisor"
+                )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The size of a step."""
+
+    steps: int = option(doc="batches to train on; the policy version rises once a batch", minimum=1)
+    tokens_per_microbatch: int = option(
+        8192, "packed tokens, prompts included, in one forward-backward", minimum=1
+    )
+    logits_chunk_mb: float = option(
+        256.0, "memory of one chunk of logits in the loss head and the scorer, MiB", above=0
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self, "training")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up and decay."""
+
+    learning_rate: float = option(1e-4, "peak learning rate", minimum=0)
+    betas: tuple[float, float] = option(
+        (0.9, 0.95), "decay of the first and second moments", minimum=0, maximum=1
+    )
+    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = option(
+        0.0, "decoupled decay of the matrices; norms and biases have none", minimum=0
+    )
+    max_grad_norm: float = option(
+        1.0, "the gradient's global 2-norm is clipped to this; 0 does not clip", minimum=0
+    )
+    warmup_steps: int = option(0, "optimizer steps of linear warm-up from 0", minimum=0)
+    decay: str = option("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine"))
+    final_fraction: float = option(0.1, "learning rate at the last step over its peak", minimum=0, maximum=1)
+
+    def __post_init__(self) -> None:
+        check_section(self, "optimizer")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out prompts, answered and graded."""
+
+    every: int = option(
+        0, "steps between evaluations; 0: only before the first and after the last step", minimum=0
+    )
+    num_prompts: int = option(200, "evaluation prompts used, from the start of the file", minimum=1)
+    grader: str = option("exact", "how an answer is compared with the reference", choices=("exact",))
+    sampling: SamplingConfig = option(
+        lambda: SamplingConfig(temperature=0.0), "how evaluation answers are drawn"
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self, "evaluation")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Weights on disk, in Hugging Face format, under `run.directory`/checkpoints."""
+
+    every: int = option(0, "steps between checkpoints; the last step is always saved", minimum=0)
+    keep: int = option(2, "newest checkpoints kept; older ones are deleted", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_section(self, "checkpoint")
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What a person sees. metrics.jsonl is always written."""
+
+    progress: bool = option(
+        True, "live display in a terminal, plain lines elsewhere; false: only the final table"
+    )
+    tensorboard: bool = option(True, "event files under `run.directory`/tensorboard")
+    log_every: int = option(10, "steps between the plain lines", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_section(self, "observe")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    student: StudentConfig = option(doc="the model that learns")
+    training: TrainingConfig = option(doc="the size of a step")
+    objective: Objective = option(doc="what is minimised")
+    run: RunConfig = option(RunConfig, "where the run lives")
+    teacher: TeacherConfig = option(TeacherConfig, "the model that scores")
+    rollout: RolloutConfig = option(RolloutConfig, "who writes the answers")
+    data: DataConfig = option(DataConfig, "the prompts")
+    schedule: ScheduleConfig = option(ScheduleConfig, "who may start which prompt when")
+    optimizer: OptimizerConfig = option(OptimizerConfig, "AdamW with warm-up and decay")
+    evaluation: EvaluationConfig = option(EvaluationConfig, "held-out prompts, answered and graded")
+    checkpoint: CheckpointConfig = option(CheckpointConfig, "weights on disk")
+    observe: ObserveConfig = option(ObserveConfig, "what a person sees")

@@ -58,9 +58,7 @@ def convert(value: Any, expected: Any, key: str) -> Any:
         if arguments[-1] is Ellipsis:
             return tuple(convert(item, arguments[0], f"{key}[{i}]") for i, item in enumerate(value))
         if len(value) != len(arguments):
-            raise ValueError(
-                f"{key} = {list(value)!r} must have {len(arguments)} values, it has {len(value)}"
-            )
+            raise ValueError(f"{key} = {list(value)!r} must have {len(arguments)} values, it has {len(value)}")
         return tuple(
             convert(item, argument, f"{key}[{i}]")
             for i, (item, argument) in enumerate(zip(value, arguments, strict=True))

@@ -15,9 +15,7 @@ from titan_opd.config.options import check_section, option
 class RunConfig:
     """Where a run lives and what makes it repeatable."""
 
-    directory: str = option(
-        "runs/default", "folder of everything the run writes; refused when it holds another run"
-    )
+    directory: str = option("runs/default", "folder of everything the run writes; refused when it holds another run")
     seed: int = option(0, "seed of weights, data order and sampling", minimum=0)
     threads: int = option(0, "CPU threads of torch; 0 leaves torch's own choice", minimum=0)
 
@@ -47,9 +45,7 @@ class StudentConfig:
 class TeacherConfig:
     """The model that scores."""
 
-    engine: str = option(
-        "native", "how the teacher runs; 'none' for cross-entropy", choices=("native", "none")
-    )
+    engine: str = option("native", "how the teacher runs; 'none' for cross-entropy", choices=("native", "none"))
     path: str = option("", "folder in Hugging Face format, with the student's tokenizer")
     top_k: int = option(64, "candidates a token for the support 'teacher_topk'", minimum=1, maximum=256)
     tokens_per_forward: int = option(8192, "most packed tokens in one forward pass of the scorer", minimum=1)
@@ -64,13 +60,9 @@ class SamplingConfig:
 
     temperature: float = option(1.0, "divides the logits; 0 takes the most likely token", minimum=0)
     top_k: int = option(0, "keep the k most likely tokens; 0 keeps all", minimum=0)
-    top_p: float = option(
-        1.0, "keep the smallest set of most likely tokens whose mass reaches p", above=0, maximum=1
-    )
+    top_p: float = option(1.0, "keep the smallest set of most likely tokens whose mass reaches p", above=0, maximum=1)
     max_new_tokens: int = option(256, "longest answer, in tokens with the stop token", minimum=1)
-    stop_ids: tuple[int, ...] = option(
-        (), "token ids that end an answer, beside the tokenizer's own", minimum=0
-    )
+    stop_ids: tuple[int, ...] = option((), "token ids that end an answer, beside the tokenizer's own", minimum=0)
 
     def __post_init__(self) -> None:
         check_section(self, "sampling")
@@ -91,15 +83,11 @@ class RolloutConfig:
         choices=("native", "answers"),
     )
     sampling: SamplingConfig = option(SamplingConfig, "how the student's tokens are drawn")
-    max_concurrent: int = option(
-        64, "answers written at the same time; each holds a row of the KV cache", minimum=1
-    )
+    max_concurrent: int = option(64, "answers written at the same time; each holds a row of the KV cache", minimum=1)
     num_samples: int = option(
         1, "Monte Carlo samples a token for the support 'sampled', the written token among them", minimum=1
     )
-    student_top_k: int = option(
-        64, "candidates a token for the support 'student_topk'", minimum=1, maximum=256
-    )
+    student_top_k: int = option(64, "candidates a token for the support 'student_topk'", minimum=1, maximum=256)
 
     def __post_init__(self) -> None:
         check_section(self, "rollout")
@@ -111,13 +99,9 @@ class ArithmeticConfig:
 
     min_digits: int = option(2, "fewest digits of a summand", minimum=1)
     max_digits: int = option(3, "most digits of a summand", minimum=1, maximum=9)
-    num_train: int = option(
-        100_000, "generated training prompts, all different from the evaluation's", minimum=1
-    )
+    num_train: int = option(100_000, "generated training prompts, all different from the evaluation's", minimum=1)
     num_eval: int = option(200, "generated evaluation prompts", minimum=1)
-    seed: int = option(
-        0, "seed of the generated problems; the evaluation prompts depend on it too", minimum=0
-    )
+    seed: int = option(0, "seed of the generated problems; the evaluation prompts depend on it too", minimum=0)
     skip_train: int = option(
         0,
         "leave out this many problems at the start of the training stream: disjoint sets from one seed",
@@ -145,9 +129,7 @@ class DataConfig:
     train: str = option("", "JSONL or Parquet file of training prompts")
     evaluation: str = option("", "JSONL or Parquet file of evaluation prompts; empty: none")
     prompt_field: str = option("prompt", "column with the question: a text, or a list of chat messages")
-    answer_field: str = option(
-        "answer", "column with the reference answer that grading compares with; may be absent"
-    )
+    answer_field: str = option("answer", "column with the reference answer that grading compares with; may be absent")
     response_field: str = option(
         "response", "column with an expert's whole response, for rollout.engine = 'answers'; may be absent"
     )
@@ -193,9 +175,7 @@ class TrainingConfig:
     """The size of a step."""
 
     steps: int = option(doc="batches to train on; the policy version rises once a batch", minimum=1)
-    tokens_per_microbatch: int = option(
-        8192, "packed tokens, prompts included, in one forward-backward", minimum=1
-    )
+    tokens_per_microbatch: int = option(8192, "packed tokens, prompts included, in one forward-backward", minimum=1)
     logits_chunk_mb: float = option(
         256.0, "memory of one chunk of logits in the loss head and the scorer, MiB", above=0
     )
@@ -209,16 +189,10 @@ class OptimizerConfig:
     """AdamW with warm-up and decay."""
 
     learning_rate: float = option(1e-4, "peak learning rate", minimum=0)
-    betas: tuple[float, float] = option(
-        (0.9, 0.95), "decay of the first and second moments", minimum=0, maximum=1
-    )
+    betas: tuple[float, float] = option((0.9, 0.95), "decay of the first and second moments", minimum=0, maximum=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = option(
-        0.0, "decoupled decay of the matrices; norms and biases have none", minimum=0
-    )
-    max_grad_norm: float = option(
-        1.0, "the gradient's global 2-norm is clipped to this; 0 does not clip", minimum=0
-    )
+    weight_decay: float = option(0.0, "decoupled decay of the matrices; norms and biases have none", minimum=0)
+    max_grad_norm: float = option(1.0, "the gradient's global 2-norm is clipped to this; 0 does not clip", minimum=0)
     warmup_steps: int = option(0, "optimizer steps of linear warm-up from 0", minimum=0)
     decay: str = option("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine"))
     final_fraction: float = option(0.1, "learning rate at the last step over its peak", minimum=0, maximum=1)
@@ -231,14 +205,10 @@ class OptimizerConfig:
 class EvaluationConfig:
     """Held-out prompts, answered and graded."""
 
-    every: int = option(
-        0, "steps between evaluations; 0: only before the first and after the last step", minimum=0
-    )
+    every: int = option(0, "steps between evaluations; 0: only before the first and after the last step", minimum=0)
     num_prompts: int = option(200, "evaluation prompts used, from the start of the file", minimum=1)
     grader: str = option("exact", "how an answer is compared with the reference", choices=("exact",))
-    sampling: SamplingConfig = option(
-        lambda: SamplingConfig(temperature=0.0), "how evaluation answers are drawn"
-    )
+    sampling: SamplingConfig = option(lambda: SamplingConfig(temperature=0.0), "how evaluation answers are drawn")
 
     def __post_init__(self) -> None:
         check_section(self, "evaluation")
@@ -259,9 +229,7 @@ class CheckpointConfig:
 class ObserveConfig:
     """What a person sees. metrics.jsonl is always written."""
 
-    progress: bool = option(
-        True, "live display in a terminal, plain lines elsewhere; false: only the final table"
-    )
+    progress: bool = option(True, "live display in a terminal, plain lines elsewhere; false: only the final table")
     tensorboard: bool = option(True, "event files under `run.directory`/tensorboard")
     log_every: int = option(10, "steps between the plain lines", minimum=1)
 

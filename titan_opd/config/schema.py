@@ -1,6 +1,7 @@
 """The TOML schema: one dataclass per section, every option documented in place with its unit.
 
-`[section.subsection]` in the TOML is `section.subsection` here and `--section.subsection.key value` on the command line.
+`[section.subsection]` in the TOML is `section.subsection` here and `--section.subsection.key value` on the command
+line.
 """
 
 from __future__ import annotations

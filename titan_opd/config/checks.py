@@ -1,0 +1,70 @@
+"""Checks that need more than one section: settings that contradict each other are refused before anything starts."""
+
+from __future__ import annotations
+
+from titan_opd.config.schema import Config
+
+
+def check_config(config: Config) -> None:
+    """Raise a ValueError that names the contradicting options and the ways out."""
+    _check_teacher(config)
+    _check_answers(config)
+    _check_temperature(config)
+    _check_data(config)
+
+
+def _check_teacher(config: Config) -> None:
+    kind = config.objective.kind
+    if kind == "cross_entropy":
+        if config.teacher.engine != "none":
+            raise ValueError(
+                f"teacher.engine = {config.teacher.engine!r} would score answers that objective.kind = 'cross_entropy' "
+                "never looks at; set teacher.engine = 'none'"
+            )
+    elif config.teacher.engine == "none":
+        raise ValueError(f"objective.kind = {kind!r} needs a teacher, but teacher.engine = 'none'; use 'native'")
+    elif not config.teacher.path:
+        raise ValueError("teacher.path is missing: the folder of the teacher in Hugging Face format")
+
+
+def _check_answers(config: Config) -> None:
+    kind, engine = config.objective.kind, config.rollout.engine
+    if kind == "cross_entropy" and engine != "answers":
+        raise ValueError(
+            f"objective.kind = 'cross_entropy' would train the student on its own answers (rollout.engine = "
+            f"{engine!r}); set rollout.engine = 'answers' to train on the data's responses"
+        )
+    if engine == "answers" and (kind == "policy_gradient" or config.objective.support == "student_topk"):
+        raise ValueError(
+            "rollout.engine = 'answers' writes nothing with the student, so there are no behaviour log-probabilities "
+            f"and no student top-k for objective.kind = {kind!r}, support = {config.objective.support!r}; "
+            "set rollout.engine = 'native'"
+        )
+    if engine == "answers" and config.schedule.samples_per_prompt > 1:
+        raise ValueError(
+            f"schedule.samples_per_prompt = {config.schedule.samples_per_prompt} would repeat the one expert response "
+            "of each prompt (rollout.engine = 'answers'); set it to 1"
+        )
+
+
+def _check_temperature(config: Config) -> None:
+    sampling = config.rollout.sampling
+    if config.objective.kind != "policy_gradient":
+        return
+    if sampling.temperature != config.objective.temperature:
+        raise ValueError(
+            f"policy_gradient compares the student with the policy that wrote the answer, so objective.temperature = "
+            f"{config.objective.temperature} must equal rollout.sampling.temperature = {sampling.temperature}"
+        )
+
+
+def _check_data(config: Config) -> None:
+    if config.data.task == "files" and not config.data.train:
+        raise ValueError("data.train is missing: a JSONL or Parquet file of prompts (or set data.task = 'arithmetic')")
+    if config.data.task == "arithmetic":
+        named = [name for name in ("train", "evaluation") if getattr(config.data, name)]
+        if named:
+            raise ValueError(
+                f"data.{named[0]} = {getattr(config.data, named[0])!r} is not read when data.task = 'arithmetic'; "
+                "remove one of the two"
+            )

@@ -1,0 +1,13 @@
+"""Python face of the compiled operators in csrc/, each with its plain PyTorch reference beside it.
+
+`gather_stats` reads each row of logits once; `reference.gather_stats_reference` is what it must equal; `describe` says
+which code serves on this machine. Importing this package needs the compiled extension.
+"""
+
+from __future__ import annotations
+
+from titan_opd.ops.extension import describe
+from titan_opd.ops.gather_stats import gather_stats
+from titan_opd.ops.row_stats import RowStats
+
+__all__ = ["RowStats", "describe", "gather_stats"]

@@ -1,0 +1,39 @@
+"""The operators in plain PyTorch: their definition, and the code for what no kernel covers.
+
+Shape suffixes: R rows, V columns of this shard, K ids a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titan_opd.ops.row_stats import RowStats
+
+
+def gather_stats_reference(
+    logits_RV: Tensor, ids_RK: Tensor, *, vocab_start: int = 0, vocab_size: int | None = None
+) -> RowStats:
+    """`titan_opd.ops.gather_stats` for any device and floating dtype, with several copies of the logits."""
+    num_columns = logits_RV.shape[1]
+    if vocab_size is not None:
+        num_columns = min(max(vocab_size - vocab_start, 0), num_columns)
+    dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
+
+    # One more column of -inf: where ids that are nobody's point, and what keeps an empty shard from being a special case.
+    z_RV = torch.nn.functional.pad(logits_RV[:, :num_columns].to(dtype), (0, 1), value=-torch.inf)
+    local_RK = ids_RK.long() - vocab_start
+    owned_RK = (ids_RK >= 0) & (local_RK >= 0) & (local_RK < num_columns)
+    columns_RK = torch.where(owned_RK, local_RK, num_columns)
+
+    candidates_RK = torch.where(owned_RK, z_RV.gather(1, columns_RK), 0.0)
+    max_R, sum_exp_R = _max_and_sum_exp(z_RV)
+    tail_max_R, tail_sum_exp_R = _max_and_sum_exp(z_RV.scatter(1, columns_RK, -torch.inf))
+    return RowStats(max_R, sum_exp_R, tail_max_R, tail_sum_exp_R, candidates_RK)
+
+
+def _max_and_sum_exp(z_RV: Tensor) -> tuple[Tensor, Tensor]:
+    max_R = z_RV.amax(dim=1)
+    shift_R = torch.where(max_R == -torch.inf, 0.0, max_R)  # -inf - -inf would be NaN
+    sum_exp_R = (z_RV - shift_R[:, None]).exp().sum(dim=1)
+    return torch.where(sum_exp_R.isnan(), torch.nan, max_R), sum_exp_R

@@ -1,0 +1,28 @@
+"""One decoder for Llama, Qwen2/2.5 and Qwen3, with Hugging Face's names, files and numbers."""
+
+from titan_opd.models.attention import Attention, PackedAttention, attention_backend
+from titan_opd.models.checkpoint import (
+    load_decoder,
+    load_weights,
+    read_weights,
+    save_checkpoint_files,
+    save_decoder,
+    weight_shapes,
+)
+from titan_opd.models.config import DecoderConfig
+from titan_opd.models.decoder import Decoder, apply_activation_checkpointing
+
+__all__ = [
+    "Attention",
+    "Decoder",
+    "DecoderConfig",
+    "PackedAttention",
+    "apply_activation_checkpointing",
+    "attention_backend",
+    "load_decoder",
+    "load_weights",
+    "read_weights",
+    "save_checkpoint_files",
+    "save_decoder",
+    "weight_shapes",
+]

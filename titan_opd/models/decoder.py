@@ -1,0 +1,149 @@
+"""One decoder for Llama, Qwen2/2.5 and Qwen3; parameters carry Hugging Face's names.
+
+Tokens of all sequences stand side by side in one dimension; what separates the sequences is the `Attention` that the
+caller passes in.
+
+Shape suffixes: T packed tokens, H hidden size, N query heads, M key-value heads, D dimensions of a head, F = D / 2,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from titan_opd.models.attention import Attention
+from titan_opd.models.config import DecoderConfig
+from titan_opd.models.rope import rope_cos_sin, rotate
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
+        # The number of heads is left to the tensor: under tensor parallelism a rank has its share of them.
+        query_TND = self.q_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+        key_TMD = self.k_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+        value_TMD = self.v_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm:
+            query_TND, key_TMD = self.q_norm(query_TND), self.k_norm(key_TMD)
+        query_TND, key_TMD = rotate(query_TND, cos_T1F, sin_T1F), rotate(key_TMD, cos_T1F, sin_T1F)
+        return self.o_proj(attention(self.layer, query_TND, key_TMD, value_TMD).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, layer)
+        self.mlp = FeedForward(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.recompute_activations = False
+
+    def forward(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
+        inputs = (x_TH, cos_T1F, sin_T1F, attention)
+        if self.recompute_activations and torch.is_grad_enabled():
+            return checkpoint(self._compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # no randomness
+        return self._compute(*inputs)
+
+    def _compute(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
+        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos_T1F, sin_T1F, attention)
+        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+
+
+class Trunk(nn.Module):
+    """The decoder without its output projection: what Hugging Face's names put under `model.`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
+        config = self.config
+        x_TH = self.embed_tokens(input_ids_T)
+        rope = rope_cos_sin(positions_T, config.head_dim, config.rope_theta, config.rope_scaling, x_TH.dtype)
+        for layer in self.layers:
+            x_TH = layer(x_TH, *rope, attention)
+        return self.norm(x_TH)
+
+
+class Decoder(nn.Module):
+    """A causal language model that returns hidden states.
+
+    The product with the vocabulary is the caller's (`lm_head_weight`): the loss and the scorers take it in chunks and
+    for the rows they need.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids_T: [T] int64.
+            positions_T: [T] int64, from 0 within each sequence.
+            attention: how the tokens see each other.
+
+        Returns:
+            [T, H] in the parameters' dtype.
+        """
+        return self.model(input_ids_T, positions_T, attention)
+
+    @property
+    def lm_head_weight(self) -> nn.Parameter:
+        """[V, H], the output projection; the embedding when the two are tied."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw the weights as Hugging Face does: matrices normal with `initializer_range`, norms 1, biases 0.
+
+        Args:
+            generator: of the parameters' device.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
+                if getattr(module, "bias", None) is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.RMSNorm):
+                module.weight.fill_(1.0)
+
+
+def apply_activation_checkpointing(decoder: Decoder) -> None:
+    """Keep only each layer's input for the backward pass and compute the rest of the layer again there."""
+    for layer in decoder.model.layers:
+        layer.recompute_activations = True

@@ -9,9 +9,10 @@ truncated sampling kept, T packed tokens, B packed sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from titan_opd.config.schema import SamplingConfig
@@ -122,3 +123,12 @@ class PackedBatch:
     scores: TeacherScores
     token_weights: Tensor
     policy_versions: Tensor
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with every tensor on `device`."""
+        return _move(self, device, scores=_move(self.scores, device))
+
+
+def _move(record: Any, device: torch.device | str, **changes: Any) -> Any:
+    tensors = {name: value.to(device) for name, value in vars(record).items() if isinstance(value, Tensor)}
+    return replace(record, **tensors, **changes)

@@ -1,0 +1,53 @@
+"""Counter-based uniforms: what a sample draws is a function of its name, not of a generator's history.
+
+A uniform is a hash of (seed, sample number, position in the answer, column). So an answer does not depend on which
+other sequences share the batch, on the order in which they join and leave, or on a restart.
+
+Shape suffixes: R sequences, C columns (uniforms a sequence draws at one position).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _as_int64(word: int) -> int:
+    """The signed integer with the same low 64 bits: torch's arithmetic on int64 wraps as unsigned arithmetic does."""
+    word &= 2**64 - 1
+    return word - 2**64 if word >= 2**63 else word
+
+
+# Constants of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+_INCREMENT = _as_int64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _as_int64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _as_int64(0x94D049BB133111EB)
+
+
+def _xor_shifted(words: Tensor, bits: int) -> Tensor:
+    """words ^ (words >>> bits). torch shifts the sign in from the left; the mask makes the shift a logical one."""
+    return words ^ ((words >> bits) & (2 ** (64 - bits) - 1))
+
+
+def _absorb(state: Tensor, word: Tensor) -> Tensor:
+    """Output number `word` of the SplitMix64 generator that starts at `state`."""
+    mixed = state + _INCREMENT * (word + 1)
+    mixed = _xor_shifted(mixed, 30) * _MULTIPLIER_1
+    mixed = _xor_shifted(mixed, 27) * _MULTIPLIER_2
+    return _xor_shifted(mixed, 31)
+
+
+def uniforms(seed: int, numbers_R: Tensor, positions_R: Tensor, num_columns: int) -> Tensor:
+    """Uniforms of the open interval (0, 1), [R, C] float64.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        numbers_R: [R] int64, sample numbers.
+        positions_R: [R] int64, position in the answer, from 0.
+        num_columns: C, independent uniforms at each position.
+    """
+    state_R = _absorb(torch.full_like(numbers_R, _as_int64(seed)), numbers_R)
+    state_R = _absorb(state_R, positions_R)
+    words_RC = _absorb(state_R[:, None], torch.arange(num_columns, device=numbers_R.device))
+    # 52 bits and a half: every value is exact in float64, neither 0 nor 1 occurs, and u * total < total for any total.
+    return (((words_RC >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52

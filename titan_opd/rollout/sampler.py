@@ -1,0 +1,181 @@
+"""From a row of logits to a drawn token, and to what is recorded about the distribution it was drawn from.
+
+The logits are divided by the temperature; then top-k, then top-p cut what is left. Equal logits are ordered by id, the
+lower first. Temperature 0 is a point mass on the most likely token: log-probability 0.
+
+Shape suffixes: R rows (one per running sequence), V vocabulary, C candidates (all of V, or those that truncation looked
+at), M kept candidates, m Monte Carlo samples, K recorded candidates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_opd.config.schema import SamplingConfig
+from titan_opd.ops import gather_stats
+from titan_opd.rollout.engine import Recording
+from titan_opd.rollout.noise import uniforms
+
+_FIRST_WINDOW = 256  # candidates that top-p sorts first; widened until they hold the mass
+
+
+class Draws(NamedTuple):
+    """One token for each row; the fields are those of `Trajectory`, with R rows.
+
+    Attributes:
+        token_ids: [R] int64.
+        logprobs: [R] float32, of the distribution really sampled from.
+        support: [R, M] int64, the ids that truncation kept, most likely first, padded with -1; None when not truncated.
+        sampled_ids, sampled_logprobs: [R, m] int64 and float32; column 0 is the written token.
+        topk_ids, topk_logprobs: [R, K] int64 and float32, over the whole vocabulary at the sampling temperature.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    support: Tensor | None = None
+    sampled_ids: Tensor | None = None
+    sampled_logprobs: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
+
+
+class Sampler:
+    """Draws tokens under one set of settings.
+
+    Args:
+        sampling: temperature, top-k and top-p.
+        recording: what to record beside the token.
+        vocab_size: number of tokens; columns of the logits at or above it are never sampled and count nowhere.
+        seed: of the noise.
+
+    With fewer than K tokens in the vocabulary, the recorded top-K candidates are all of them.
+
+    Raises:
+        ValueError: top-K candidates are asked for at temperature 0, where all but one have probability 0.
+    """
+
+    def __init__(self, sampling: SamplingConfig, recording: Recording, *, vocab_size: int, seed: int) -> None:
+        if recording.top_k and sampling.temperature == 0:
+            raise ValueError(
+                f"the student's top {recording.top_k} cannot be recorded at temperature 0: the distribution is a "
+                "single token; sample at a temperature above 0"
+            )
+        self._sampling = sampling
+        self._recording = Recording(recording.num_samples, min(recording.top_k, vocab_size))
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    def draw(self, logits_RV: Tensor, numbers_R: Tensor, positions_R: Tensor) -> Draws:
+        """One token, and what is recorded with it, for each row.
+
+        Args:
+            logits_RV: [R, V], any floating type; computed with in float32.
+            numbers_R: [R] int64, sample numbers, for the noise.
+            positions_R: [R] int64, position in the answer, for the noise.
+
+        Raises:
+            ValueError: a row has a NaN or +inf, or no finite logit at all.
+        """
+        num_samples = max(self._recording.num_samples, 1)
+        logits_RV = logits_RV[:, : self._vocab_size].float()
+        if self._sampling.temperature == 0:
+            max_R, argmax_R = logits_RV.max(dim=-1)
+            _check_finite(max_R, numbers_R)
+            ids_Rm = argmax_R[:, None].expand(-1, num_samples)
+            return self._draws(ids_Rm, torch.zeros_like(ids_Rm, dtype=torch.float32))
+
+        if self._sampling.temperature != 1:
+            logits_RV = logits_RV / self._sampling.temperature
+        max_R1 = logits_RV.amax(dim=-1, keepdim=True)
+        _check_finite(max_R1, numbers_R)
+        if self._sampling.truncated:
+            logits_RC, ids_RC = truncate(logits_RV, self._sampling.top_k, self._sampling.top_p)
+        else:
+            logits_RC, ids_RC = logits_RV, None
+
+        # Inverse CDF. Float64, because a float32 sum over a vocabulary would lose the tail's small steps.
+        cdf_RC = torch.cumsum(torch.exp(logits_RC - max_R1), dim=-1, dtype=torch.float64)
+        mass_R1 = cdf_RC[:, -1:]
+        targets_Rm = uniforms(self._seed, numbers_R, positions_R, num_samples) * mass_R1
+        columns_Rm = torch.searchsorted(cdf_RC, targets_Rm, right=True)
+        logprobs_Rm = (logits_RC.gather(1, columns_Rm).double() - max_R1 - mass_R1.log()).float()
+        ids_Rm = columns_Rm if ids_RC is None else ids_RC.gather(1, columns_Rm)
+        draws = self._draws(ids_Rm, logprobs_Rm)
+        if ids_RC is not None:
+            draws = draws._replace(support=_kept_ids(logits_RC, ids_RC))
+        if self._recording.top_k:
+            topk_ids_RK = most_likely(logits_RV, self._recording.top_k)
+            stats = gather_stats(logits_RV, topk_ids_RK)
+            draws = draws._replace(topk_ids=topk_ids_RK, topk_logprobs=stats.candidates - stats.lse[:, None])
+        return draws
+
+    def _draws(self, ids_Rm: Tensor, logprobs_Rm: Tensor) -> Draws:
+        draws = Draws(ids_Rm[:, 0], logprobs_Rm[:, 0])
+        if self._recording.num_samples:
+            draws = draws._replace(sampled_ids=ids_Rm, sampled_logprobs=logprobs_Rm)
+        return draws
+
+
+def truncate(logits_RV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """The candidates of truncated sampling, most likely first.
+
+    Args:
+        logits_RV: [R, V] float32, each row with a finite maximum; -inf is a token of probability 0.
+        top_k: keep this many tokens at most; 0 keeps all.
+        top_p: then keep the smallest set of most likely tokens whose mass, renormalised after top-k, reaches this; at
+            least one token.
+
+    Returns:
+        logits [R, C], -inf for what was cut, and ids [R, C]; what is kept stands first in each row.
+    """
+    vocab_size = logits_RV.shape[1]
+    if top_p == 1:
+        ids_RC = most_likely(logits_RV, min(top_k, vocab_size))
+        return logits_RV.gather(1, ids_RC), ids_RC
+
+    max_R1 = logits_RV.amax(dim=-1, keepdim=True)
+    window = min(top_k or _FIRST_WINDOW, vocab_size)
+    mass_R1 = None if top_k else torch.exp(logits_RV - max_R1).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    while True:
+        ids_RC = most_likely(logits_RV, window)
+        logits_RC = logits_RV.gather(1, ids_RC)
+        cdf_RC = torch.cumsum(torch.exp(logits_RC - max_R1), dim=-1, dtype=torch.float64)
+        if mass_R1 is None:
+            mass_R1 = cdf_RC[:, -1:]
+        if window == vocab_size or top_k or bool((cdf_RC[:, -1:] >= top_p * mass_R1).all()):
+            break
+        window = min(4 * window, vocab_size)
+    mass_before_RC = torch.nn.functional.pad(cdf_RC[:, :-1], (1, 0))
+    return logits_RC.masked_fill(mass_before_RC >= top_p * mass_R1, -torch.inf), ids_RC
+
+
+def most_likely(logits_RV: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest logits, [R, count] int64, largest first; of equal logits the lower id first.
+
+    `torch.topk` promises no order among equals, so it is given keys that are all different: a float's bits, read as an
+    integer that orders as the float does, above the id counted backwards.
+    """
+    vocab_size = logits_RV.shape[1]
+    bits_RV = (logits_RV + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV).long()
+    keys_RV = (ordered_RV << 32) + torch.arange(vocab_size - 1, -1, -1, device=logits_RV.device)
+    return keys_RV.topk(count, dim=-1).indices
+
+
+def _kept_ids(logits_RC: Tensor, ids_RC: Tensor) -> Tensor:
+    """The support: ids of finite logits, padded with -1 to the longest row's number of them."""
+    kept_RC = logits_RC > -torch.inf
+    width = int(kept_RC.sum(dim=-1).max())
+    return ids_RC.masked_fill(~kept_RC, -1)[:, :width]
+
+
+def _check_finite(max_R: Tensor, numbers_R: Tensor) -> None:
+    finite_R = max_R.flatten().isfinite()
+    if not bool(finite_R.all()):
+        raise ValueError(
+            f"the logits of sample {int(numbers_R[~finite_R][0])}, divided by the temperature, hold a NaN or +inf, or "
+            "no finite value at all; the weights are damaged, the model overflows its type, or the temperature is tiny"
+        )

@@ -1,6 +1,7 @@
 """Prompts, the stream they form, and the packed batches that come out of their answers."""
 
 from titan_opd.data.packing import pack
+from titan_opd.data.prompts import load_prompts
 from titan_opd.data.records import PackedBatch, Prompt, Sample, ScoredTrajectory, Trajectory
 from titan_opd.data.stream import PromptStream
 from titan_opd.data.tokenizers import check_tokenizer, compare_tokenizers, load_tokenizer, num_tokens, stop_ids
@@ -14,6 +15,7 @@ __all__ = [
     "Trajectory",
     "check_tokenizer",
     "compare_tokenizers",
+    "load_prompts",
     "load_tokenizer",
     "num_tokens",
     "pack",

@@ -1,0 +1,78 @@
+"""Rows of JSONL and Parquet files; what is wrong with a file is said with its name and row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_READABLE = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a file.
+
+    Attributes:
+        number: of the line in a JSONL file, of the row in a Parquet file, from 1.
+        columns: name to value; in a JSONL file, what this row has.
+    """
+
+    number: int
+    columns: dict[str, Any]
+
+
+def read_rows(path: Path, key: str) -> list[Row]:
+    """All rows of a file, at least one.
+
+    Args:
+        path: a `.jsonl` file (one object a line, UTF-8, blank lines are passed over) or a `.parquet` file.
+        key: the option that named the file, for errors.
+
+    Raises:
+        ValueError: a file that is missing, empty, of another kind or broken, with the row where it breaks.
+    """
+    if path.suffix not in _READABLE:
+        raise ValueError(
+            f"{key} = {str(path)!r}: the name ends in {path.suffix!r}, but only {' and '.join(_READABLE)} files are "
+            "read; convert the file"
+        )
+    if not path.is_file():
+        raise ValueError(f"{key} = {str(path)!r}: there is no such file (looked from {Path.cwd()}); correct the path")
+    rows = list(_read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path))
+    if not rows:
+        raise ValueError(f"{key} = {str(path)!r}: the file has no rows; name a file with at least one prompt")
+    return rows
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                columns = json.loads(line.strip())
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path}:{number}: broken JSON ({error.msg} at column {error.colno}); each line must be one "
+                    "whole object"
+                ) from error
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+            if not isinstance(columns, dict):
+                raise ValueError(f"{path}:{number}: a line must be an object {{...}}, not {type(columns).__name__}")
+            yield Row(number, columns)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow  # here, because few runs need it
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as Parquet ({error})") from error
+    for number, columns in enumerate(table.to_pylist(), start=1):
+        yield Row(number, columns)

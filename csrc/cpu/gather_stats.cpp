@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "isa.h"
-#include "row_sums.h"
+#include "row_sum.h"
 
 namespace titan_opd {
 namespace {
@@ -56,6 +56,12 @@ struct Outputs {
 struct Shard {
   int64_t vocab_start;
   int64_t num_columns;
+
+  // The column of a global id; -1 for padding and for what another shard owns.
+  int64_t column(int64_t id) const {
+    // vocab_start >= 0, so the first comparison also keeps the subtraction from overflowing.
+    return id < vocab_start || id - vocab_start >= num_columns ? -1 : id - vocab_start;
+  }
 };
 
 template <typename Logit>
@@ -72,60 +78,89 @@ RowSum<Logit> select_row_sum(Isa isa) {
   }
 }
 
+// The columns of the row's ids, each once.
+class Support {
+ public:
+  Support(int64_t num_columns, int64_t max_size) : bitmap_((num_columns + 63) / 64) {
+    columns_.reserve(max_size);
+    logits_.reserve(max_size);
+  }
+
+  void add(int64_t column, float logit) {
+    uint64_t& word = bitmap_[column / 64];
+    const uint64_t bit = uint64_t{1} << (column % 64);
+    if ((word & bit) == 0) {
+      word |= bit;
+      columns_.push_back(column);
+      logits_.push_back(logit);
+    }
+  }
+
+  // Costs the size of the support, not of the vocabulary.
+  void clear() {
+    for (const int64_t column : columns_) {
+      bitmap_[column / 64] = 0;
+    }
+    columns_.clear();
+    logits_.clear();
+  }
+
+  const uint64_t* bitmap() const { return bitmap_.data(); }
+  const std::vector<float>& logits() const { return logits_; }
+
+ private:
+  std::vector<uint64_t> bitmap_;  // a bit per column of the shard
+  std::vector<int64_t> columns_;
+  std::vector<float> logits_;
+};
+
 template <typename Logit, typename Id>
-void rows(const Matrix<Logit>& logits_RV, const Matrix<Id>& ids_RK, int64_t begin, int64_t end, int64_t num_ids,
-          const Shard& shard, RowSum<Logit> row_sum, RowSum<float> support_sum, const Outputs& out) {
-  std::vector<uint64_t> in_support((shard.num_columns + 63) / 64);  // a bit per column, all 0 between rows
-  std::vector<float> support(num_ids);                              // the row's owned logits, each id once
+struct Task {
+  Matrix<Logit> logits_RV;
+  Matrix<Id> ids_RK;
+  int64_t num_rows;
+  int64_t num_ids;
+  Shard shard;
+  Isa isa;
+  Outputs out;
+};
+
+template <typename Logit, typename Id>
+void process_rows(const Task<Logit, Id>& task, int64_t begin, int64_t end) {
+  const RowSum<Logit> row_sum = select_row_sum<Logit>(task.isa);
+  const RowSum<float> support_sum = select_row_sum<float>(task.isa);
+  Support support(task.shard.num_columns, task.num_ids);
 
   for (int64_t r = begin; r < end; ++r) {
-    const Logit* row = logits_RV.row(r);
-    const Id* ids = ids_RK.row(r);
-    float* candidates = out.candidates_RK + r * num_ids;
-
-    int64_t support_size = 0;
-    for (int64_t k = 0; k < num_ids; ++k) {
-      const int64_t id = ids[k * ids_RK.column_stride];
-      const int64_t column = id - shard.vocab_start;
-      if (id < 0 || column < 0 || column >= shard.num_columns) {
-        candidates[k] = 0.0f;  // padding, or another shard's
+    const Logit* row = task.logits_RV.row(r);
+    const Id* ids = task.ids_RK.row(r);
+    float* candidates = task.out.candidates_RK + r * task.num_ids;
+    for (int64_t k = 0; k < task.num_ids; ++k) {
+      const int64_t column = task.shard.column(ids[k * task.ids_RK.column_stride]);
+      if (column < 0) {
+        candidates[k] = 0.0f;
         continue;
       }
       candidates[k] = to_float(row[column]);
-      uint64_t& word = in_support[column / 64];
-      const uint64_t bit = uint64_t{1} << (column % 64);
-      if ((word & bit) == 0) {  // a duplicate id is in the set once
-        word |= bit;
-        support[support_size++] = candidates[k];
-      }
+      support.add(column, candidates[k]);
     }
 
-    const ExpSum tail = row_sum(row, shard.num_columns, in_support.data());
-    const ExpSum whole = merge(tail, support_sum(support.data(), support_size, nullptr));
-    out.max_R[r] = whole.max;
-    out.sum_exp_R[r] = static_cast<float>(whole.sum);
-    out.tail_max_R[r] = tail.max;
-    out.tail_sum_exp_R[r] = static_cast<float>(tail.sum);
-
-    for (int64_t k = 0; k < num_ids; ++k) {
-      const int64_t column = ids[k * ids_RK.column_stride] - shard.vocab_start;
-      if (column >= 0 && column < shard.num_columns) {
-        in_support[column / 64] = 0;
-      }
-    }
+    const ExpSum tail = row_sum(row, task.shard.num_columns, support.bitmap());
+    const ExpSum whole = merge(tail, support_sum(support.logits().data(), support.logits().size(), nullptr));
+    task.out.max_R[r] = whole.max;
+    task.out.sum_exp_R[r] = static_cast<float>(whole.sum);
+    task.out.tail_max_R[r] = tail.max;
+    task.out.tail_sum_exp_R[r] = static_cast<float>(tail.sum);
+    support.clear();
   }
 }
 
 template <typename Logit, typename Id>
-void all_rows(const Tensor& logits_RV, const Tensor& ids_RK, const Shard& shard, Isa isa, const Outputs& out) {
-  const Matrix<Logit> logits(logits_RV);
-  const Matrix<Id> ids(ids_RK);
-  const int64_t num_ids = ids_RK.size(1);
-  const int64_t rows_per_thread = std::max<int64_t>(1, kLogitsPerThread / std::max<int64_t>(1, shard.num_columns));
-  // torch's own thread pool: it keeps to torch.set_num_threads and starts no second one.
-  torch::stable::parallel_for(0, logits_RV.size(0), rows_per_thread, [&](int64_t begin, int64_t end) {
-    rows(logits, ids, begin, end, num_ids, shard, select_row_sum<Logit>(isa), select_row_sum<float>(isa), out);
-  });
+void process(const Task<Logit, Id>& task) {
+  const int64_t rows_per_thread = std::max<int64_t>(1, kLogitsPerThread / std::max<int64_t>(1, task.shard.num_columns));
+  // torch's own thread pool: it keeps to torch.set_num_threads, and no second pool competes with it.
+  torch::stable::parallel_for(0, task.num_rows, rows_per_thread,
+                              [&](int64_t begin, int64_t end) { process_rows(task, begin, end); });
 }
 
 // What would read outside the tensors. The Python face has checked the arguments and words its errors for people.
@@ -148,6 +183,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gather_stats(const Tensor& lo
   }
 
   const int64_t num_rows = logits_RV.size(0);
+  const int64_t num_ids = ids_RK.size(1);
   const auto new_float = [&](std::vector<int64_t> shape) {
     return torch::stable::new_empty(logits_RV, shape, ScalarType::Float);
   };
@@ -155,24 +191,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gather_stats(const Tensor& lo
   Tensor sum_exp_R = new_float({num_rows});
   Tensor tail_max_R = new_float({num_rows});
   Tensor tail_sum_exp_R = new_float({num_rows});
-  Tensor candidates_RK = new_float({num_rows, ids_RK.size(1)});
+  Tensor candidates_RK = new_float({num_rows, num_ids});
   const auto data = [](Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); };
   const Outputs out{data(max_R), data(sum_exp_R), data(tail_max_R), data(tail_sum_exp_R), data(candidates_RK)};
 
-  const auto with_ids = [&](auto logit) {
+  const auto process_as = [&](auto logit, auto id) {
     using Logit = decltype(logit);
+    using Id = decltype(id);
+    process(Task<Logit, Id>{Matrix<Logit>(logits_RV), Matrix<Id>(ids_RK), num_rows, num_ids, shard, isa, out});
+  };
+  const auto process_with_ids = [&](auto logit) {
     if (ids_RK.scalar_type() == ScalarType::Int) {
-      all_rows<Logit, int32_t>(logits_RV, ids_RK, shard, isa, out);
+      process_as(logit, int32_t{});
     } else if (ids_RK.scalar_type() == ScalarType::Long) {
-      all_rows<Logit, int64_t>(logits_RV, ids_RK, shard, isa, out);
+      process_as(logit, int64_t{});
     } else {
       STD_TORCH_CHECK(false, "gather_stats: ids must be int32 or int64");
     }
   };
   if (logits_RV.scalar_type() == ScalarType::Float) {
-    with_ids(float{});
+    process_with_ids(float{});
   } else if (logits_RV.scalar_type() == ScalarType::BFloat16) {
-    with_ids(Bfloat16{});
+    process_with_ids(Bfloat16{});
   } else {
     STD_TORCH_CHECK(false, "gather_stats: logits must be float32 or bfloat16");
   }

@@ -6,7 +6,7 @@
 namespace titan_opd {
 namespace {
 
-// The features named here are those of the kernels' target pragmas (row_sums_*.cpp).
+// The features named here are those of the kernels' target pragmas (row_sum_*.cpp).
 Isa detect_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();

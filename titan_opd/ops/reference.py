@@ -20,7 +20,7 @@ def gather_stats_reference(
         num_columns = min(max(vocab_size - vocab_start, 0), num_columns)
     dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
 
-    # One more column of -inf: where ids that are nobody's point, and what keeps an empty shard from being a special case.
+    # One more column of -inf: where nobody's ids point, and what keeps an empty shard from being a special case.
     z_RV = torch.nn.functional.pad(logits_RV[:, :num_columns].to(dtype), (0, 1), value=-torch.inf)
     local_RK = ids_RK.long() - vocab_start
     owned_RK = (ids_RK >= 0) & (local_RK >= 0) & (local_RK < num_columns)

@@ -1,8 +1,8 @@
 // The kernels as the compiler's baseline CPU runs them (SSE2 on x86-64).
 
-#include "row_sums.h"
+#include "row_sum.h"
 
-#include "row_sums_kernel.h"
+#include "row_sum_kernel.h"
 
 namespace titan_opd {
 

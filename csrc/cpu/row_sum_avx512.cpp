@@ -1,12 +1,12 @@
 // The kernels for AVX-512: 16 columns at a time.
 #if defined(__x86_64__)
 
-#include "row_sums.h"
+#include "row_sum.h"
 
 // prefer-vector-width: without it GCC stays with 256 bits.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
 
-#include "row_sums_kernel.h"
+#include "row_sum_kernel.h"
 
 namespace titan_opd {
 

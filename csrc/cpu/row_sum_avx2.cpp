@@ -1,11 +1,11 @@
 // The kernels for AVX2 with fused multiply-add: 8 columns at a time.
 #if defined(__x86_64__)
 
-#include "row_sums.h"
+#include "row_sum.h"
 
 #pragma GCC target("avx2,fma")
 
-#include "row_sums_kernel.h"
+#include "row_sum_kernel.h"
 
 namespace titan_opd {
 

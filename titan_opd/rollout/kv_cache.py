@@ -34,8 +34,9 @@ class KVCache:
         shape = (config.num_layers, num_rows, config.num_kv_heads, num_positions, config.head_dim)
         self.num_rows = num_rows
         self.num_positions = num_positions
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        # Zeros, because a masked position still takes part with weight 0, and 0 * NaN is NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def move_row(self, source: int, target: int, num_positions: int) -> None:
         """Copy the first `num_positions` positions of one row over those of another."""

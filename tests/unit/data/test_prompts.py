@@ -89,7 +89,7 @@ def test_a_stop_token_of_the_model_ends_a_response(tmp_path):
         ({"prompt": [{"role": "assistant", "content": "a"}]}, {}, r"must end with a message to answer"),
         ({"prompt": ["a"]}, {}, r"prompt\[0\] .* must be a chat message .* it is 'a'"),
         ({"prompt": [{"role": "user"}]}, {}, r"prompt\[0\] .* with the texts 'role' and 'content'"),
-        ({"prompt": "a", "answer": 0.5}, {}, r"column 'answer' \(data.answer_field\) must be of type str or int, it is"),
+        ({"prompt": "a", "answer": 0.5}, {}, r"\(data.answer_field\) must be of type str or int, it is"),
         ({"prompt": "a", "answer": True}, {}, r"must be of type str or int, it is bool"),
         ({"prompt": "a", "answer": ""}, {}, r"column 'answer' \(data.answer_field\) is an empty text"),
         ({"prompt": "a", "response": ["b"]}, {}, r"column 'response' \(data.response_field\) must be of type str, it"),

@@ -5,6 +5,7 @@ Shape suffixes: T packed tokens, N query heads, M key-value heads, D dimensions 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Protocol
 
@@ -41,7 +42,12 @@ def attention_backend(device: torch.device | str, dtype: torch.dtype) -> str:
     """
     if torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
-    return "flash_attn" if importlib.util.find_spec("flash_attn") is not None else "torch_varlen"
+    return "flash_attn" if _has_flash_attn() else "torch_varlen"
+
+
+@functools.cache
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
 
 
 class PackedAttention:

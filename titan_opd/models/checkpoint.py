@@ -75,7 +75,7 @@ def read_weights(path: str | Path, config: DecoderConfig) -> Iterator[tuple[str,
     _check_names(directory, files, shapes)
     for file, names in _by_file(files).items():
         with _open(file) as handle:
-            for name in names & shapes.keys():
+            for name in sorted(names & shapes.keys()):
                 _check_tensor(file, handle, name, shapes[name])
     if config.tie_word_embeddings and "lm_head.weight" in files:
         _check_tied(files)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_opd.config.spelling import nearest
 from titan_opd.models.keys import Keys
 from titan_opd.models.rope import Llama3Scaling, read_rope
 
@@ -115,15 +114,16 @@ class DecoderConfig:
         _refuse_unsupported(keys)
         num_heads = keys.integer("num_attention_heads")
         hidden_size = keys.integer("hidden_size")
-        # Missing keys take transformers' defaults. Qwen's default numbers of heads are those of one particular model,
-        # so there a missing key is an error; Llama's follow from the other keys.
-        optional = family == "llama"
-        num_kv_heads = keys.integer("num_key_value_heads", num_heads if optional else None)
-        head_dim = keys.integer("head_dim", hidden_size // num_heads if family != "qwen3" else None)
+        # Missing keys take transformers' defaults, except where these are the numbers of one particular model: Qwen's
+        # key-value heads and Qwen3's head_dim are required.
+        num_kv_heads = keys.integer("num_key_value_heads", num_heads if family == "llama" else None)
         if num_heads % num_kv_heads:
             raise keys.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
-        if head_dim % 2 or not head_dim:
-            raise ValueError(f"{source}: head_dim = {head_dim} must be even and positive: RoPE rotates pairs")
+        if values.get("head_dim") is None and family != "qwen3" and hidden_size % num_heads:
+            raise keys.error("hidden_size", f"must be divisible by num_attention_heads = {num_heads}, or give head_dim")
+        head_dim = keys.integer("head_dim", hidden_size // num_heads if family != "qwen3" else None)
+        if head_dim % 2:
+            raise ValueError(f"{source}: head_dim = {head_dim} must be even: RoPE rotates pairs")
         max_position_embeddings = keys.integer("max_position_embeddings")
         rope_theta, rope_scaling = read_rope(keys, max_position_embeddings)
         return cls(
@@ -153,7 +153,7 @@ class DecoderConfig:
         version 4 would overlook `rope_parameters` and rotate by the default base.
         """
         eos_token_id = list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else next(iter(self.eos_token_ids), None)
-        values = {
+        return {
             "architectures": [FAMILIES[self.family].architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
@@ -170,24 +170,16 @@ class DecoderConfig:
             "rope_scaling": self.rope_scaling.to_dict() if self.rope_scaling else None,
             "tie_word_embeddings": self.tie_word_embeddings,
             "initializer_range": self.initializer_range,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos_token_id,
             "pad_token_id": self.pad_token_id,
         }
-        if self.family == "qwen2":
-            del values["attention_bias"]  # Qwen2 has no such key: its biases are fixed
-        return values
 
 
 def _family(keys: Keys) -> str:
-    supported = ", ".join(FAMILIES)
     model_type = keys.values.get("model_type")
     if model_type not in FAMILIES:
-        raise keys.error(
-            "model_type", f"is not a supported architecture; supported: {supported}{nearest(model_type, FAMILIES)}"
-        )
+        raise keys.error("model_type", f"is not a supported architecture; supported: {', '.join(FAMILIES)}")
     architectures = keys.values.get("architectures") or [FAMILIES[model_type].architecture]
     if FAMILIES[model_type].architecture not in architectures:
         raise keys.error(
@@ -221,7 +213,7 @@ def _refuse_sliding_window(keys: Keys) -> None:
         if any(layer_type != "full_attention" for layer_type in layer_types):
             raise keys.error("layer_types", "is not supported: every layer must be 'full_attention'")
     elif values.get("use_sliding_window") and values.get("sliding_window") is not None:
-        first, num_layers = keys.integer("max_window_layers"), keys.integer("num_hidden_layers")
+        first, num_layers = values.get("max_window_layers", 0), keys.integer("num_hidden_layers")
         if first < num_layers:
             raise keys.error(
                 "sliding_window",
@@ -231,6 +223,7 @@ def _refuse_sliding_window(keys: Keys) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder, or a ValueError that names the file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_opd.config.spelling import nearest
-
 
 class Keys:
     """The keys of a config.json, read with errors that name the file, the key and the value."""
@@ -54,5 +52,5 @@ class Keys:
         if value is not None:
             return value
         if default is None:
-            raise ValueError(f"{self.source}: the key {key!r} is missing{nearest(key, set(self.values) - {key})}")
+            raise ValueError(f"{self.source}: the key {key!r} is missing")
         return default

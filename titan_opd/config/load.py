@@ -154,7 +154,8 @@ def _dump_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_dump_value(item) for item in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+        # A JSON string is a TOML basic string, but for the one control character that JSON leaves as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value)

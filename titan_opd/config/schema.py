@@ -28,7 +28,7 @@ class RunConfig:
 class StudentConfig:
     """The model that learns."""
 
-    path: str = option(doc="folder in Hugging Face format (config.json, safetensors, tokenizer)")
+    path: str = option(doc="folder in Hugging Face format, or a run's folder: its newest checkpoint")
     initialize: str = option(
         "checkpoint",
         "read the weights from `path`, or draw them from `run.seed`",
@@ -47,7 +47,9 @@ class TeacherConfig:
     """The model that scores."""
 
     engine: str = option("native", "how the teacher runs; 'none' for cross-entropy", choices=("native", "none"))
-    path: str = option("", "folder in Hugging Face format, with the student's tokenizer")
+    path: str = option(
+        "", "folder in Hugging Face format, or a run's folder: its newest checkpoint; it has the student's tokenizer"
+    )
     top_k: int = option(64, "candidates a token for the support 'teacher_topk'", minimum=1, maximum=256)
     tokens_per_forward: int = option(8192, "most packed tokens in one forward pass of the scorer", minimum=1)
 

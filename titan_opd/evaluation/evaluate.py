@@ -32,9 +32,13 @@ class GradedAnswer:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationResult:
-    """The answers to all evaluation prompts, at least one, in the prompts' order."""
+    """The answers to all evaluation prompts, at least one, in the prompts' order.
+
+    `teacher_kl` is KL(student || teacher) on these answers, in nats a token; None where there is no teacher.
+    """
 
     answers: tuple[GradedAnswer, ...]
+    teacher_kl: float | None = None
 
     @property
     def accuracy(self) -> float:
@@ -52,7 +56,16 @@ class EvaluationResult:
         return self._mean([answer.trajectory.finish_reason == "stop" for answer in self.answers])
 
     def metrics(self) -> dict[str, float]:
-        return {"accuracy": self.accuracy, "mean_length": self.mean_length, "finished_share": self.finished_share}
+        """The numbers by name."""
+        named = {"accuracy": self.accuracy, "mean_length": self.mean_length, "finished_share": self.finished_share}
+        return named if self.teacher_kl is None else named | {"teacher_kl": self.teacher_kl}
+
+    def __str__(self) -> str:
+        distance = "" if self.teacher_kl is None else f", KL to the teacher {self.teacher_kl:.4f} nats a token"
+        return (
+            f"{self.accuracy:.1%} of {len(self.answers)} answers right, {self.mean_length:.1f} tokens on average, "
+            f"{self.finished_share:.1%} finished{distance}"
+        )
 
     def _mean(self, values: Sequence[float]) -> float:
         return sum(values) / len(values)

@@ -1,0 +1,58 @@
+"""Learning-rate schedule, weight decay's groups, clipping."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from titan_opd.config.schema import OptimizerConfig
+from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_warm_up_peak_and_last_step(decay):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, decay=decay, final_fraction=0.25)
+    rates = [learning_rate(step, 20, config) for step in range(20)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[-1] == pytest.approx(1.0 if decay == "constant" else 0.25)
+
+
+def test_halfway_of_the_decay():
+    config = OptimizerConfig(learning_rate=2.0, decay="linear", final_fraction=0.0)
+    assert learning_rate(5, 11, config) == pytest.approx(1.0)
+    config = OptimizerConfig(learning_rate=2.0, decay="cosine", final_fraction=0.5)
+    assert learning_rate(5, 11, config) == pytest.approx(1.5)
+
+
+@given(
+    st.integers(1, 50),
+    st.integers(0, 60),
+    st.sampled_from(["constant", "linear", "cosine"]),
+    st.floats(0, 1),
+)
+def test_the_rate_stays_between_zero_and_its_peak_and_never_rises_after_warm_up(num_steps, warmup, decay, final):
+    config = OptimizerConfig(learning_rate=3.0, warmup_steps=warmup, decay=decay, final_fraction=final)
+    rates = [learning_rate(step, num_steps, config) for step in range(num_steps)]
+    assert all(0 <= rate <= 3.0 + 1e-12 for rate in rates)
+    after = rates[warmup:]
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
+
+
+def test_only_matrices_decay_and_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    model[0].bias.requires_grad_(False)
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig(weight_decay=0.1))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {id(model[0].weight): 0.1, id(model[1].weight): 0.0, id(model[1].bias): 0.0}
+
+
+@pytest.mark.parametrize(("max_norm", "expected"), [(1.0, 1.0), (0.0, 5.0), (10.0, 5.0)])
+def test_clipping_bounds_the_global_norm_and_zero_leaves_it(max_norm, expected):
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    assert clip_gradients(parameters, max_norm).item() == pytest.approx(5.0)
+    norm = torch.stack([parameter.grad for parameter in parameters]).norm()
+    assert norm.item() == pytest.approx(expected, rel=1e-5)

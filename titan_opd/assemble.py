@@ -1,0 +1,188 @@
+"""From a checked configuration to the parts of a run: models, tokenizer, prompts, engine, scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from titan_opd import ops
+from titan_opd.checkpoint.folder import model_folder
+from titan_opd.config import Config
+from titan_opd.config.objective import Objective
+from titan_opd.data import (
+    Prompt,
+    PromptStream,
+    check_tokenizer,
+    compare_tokenizers,
+    load_prompts,
+    load_tokenizer,
+    num_tokens,
+    stop_ids,
+)
+from titan_opd.evaluation import REVERSE_KL, Evaluator
+from titan_opd.models import Decoder, DecoderConfig, attention_backend, load_decoder
+from titan_opd.rollout import AnswersEngine, NativeEngine, Recording, RolloutEngine
+from titan_opd.teacher import LabelScorer, NativeScorer, Scorer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+        student: the model that learns, float32.
+        teacher: the model that scores; None for cross-entropy.
+        tokenizer: the student's, equal to the teacher's.
+        vocab_size: tokens of the tokenizer; the models' vocabulary rows at or above it are padding.
+        prompts: the training prompts as an endless stream of samples.
+        engine: where the training answers come from: the student's engine, or the data's own answers.
+        recording: what the engine writes down beside the tokens.
+        scorer: what scores the answers.
+        writer: the student's engine, with weights of its own; it also writes the evaluation's answers.
+        evaluator: what evaluates the student; None when there are no evaluation prompts.
+    """
+
+    student: Decoder
+    teacher: Decoder | None
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    prompts: PromptStream
+    engine: RolloutEngine
+    recording: Recording
+    scorer: Scorer
+    writer: NativeEngine
+    evaluator: Evaluator | None
+
+    def describe(self) -> list[str]:
+        """Lines that say what runs and on which code paths."""
+        lines = [f"student: {_describe_model(self.student)}"]
+        if self.teacher is not None:
+            lines.append(f"teacher: {_describe_model(self.teacher)}")
+        lines.append(f"tokenizer: {self.vocab_size} tokens")
+        lines.append(f"attention: {attention_backend('cpu', torch.float32)}; {ops.describe()}")
+        return lines
+
+
+def assemble(config: Config) -> Parts:
+    """Read and build everything that `config` names.
+
+    Raises:
+        ValueError: a missing or broken file, a tokenizer that does not fit its model or the teacher's, prompts that
+            cannot be used; the message names it and the way out.
+    """
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    tokenizer = load_tokenizer(config.student.tokenizer or str(model_folder(config.student.path)))
+    student = _student(config)
+    check_tokenizer(tokenizer, student.config.vocab_size, where=f"student.path = {config.student.path!r}")
+    teacher = _teacher(config, tokenizer)
+    vocab_size = num_tokens(tokenizer)
+    stops = stop_ids(tokenizer, student.config.eos_token_ids, config.rollout.sampling.stop_ids)
+    train_prompts, eval_prompts = load_prompts(config.data, tokenizer, stops)
+    writer = _writer(config, student, stops, vocab_size)
+    return Parts(
+        student=student,
+        teacher=teacher,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        prompts=PromptStream(
+            train_prompts,
+            shuffle=config.data.shuffle,
+            seed=config.run.seed,
+            samples_per_prompt=config.schedule.samples_per_prompt,
+        ),
+        engine=writer if config.rollout.engine == "native" else AnswersEngine(),
+        recording=_recording(config),
+        scorer=LabelScorer() if teacher is None else _scorer(config, teacher, config.objective, vocab_size),
+        writer=writer,
+        evaluator=_evaluator(config, eval_prompts, tokenizer, writer, student, teacher),
+    )
+
+
+def _student(config: Config) -> Decoder:
+    path = model_folder(config.student.path)
+    if config.student.initialize == "checkpoint":
+        return load_decoder(path)
+    student = Decoder(DecoderConfig.from_directory(path))
+    student.init_weights(torch.Generator().manual_seed(config.run.seed))
+    return student
+
+
+def _teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Decoder | None:
+    if config.teacher.engine == "none":
+        return None
+    path = model_folder(config.teacher.path)
+    teacher_tokenizer = load_tokenizer(str(path))
+    compare_tokenizers(tokenizer, teacher_tokenizer)
+    teacher = load_decoder(path)
+    check_tokenizer(teacher_tokenizer, teacher.config.vocab_size, where=f"teacher.path = {config.teacher.path!r}")
+    return teacher
+
+
+def _writer(config: Config, student: Decoder, stops: Sequence[int], vocab_size: int) -> NativeEngine:
+    decoder = Decoder(student.config)
+    decoder.load_state_dict(student.state_dict())
+    return NativeEngine(
+        decoder,
+        config=config.rollout,
+        stop_ids=stops,
+        vocab_size=vocab_size,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        seed=config.run.seed,
+    )
+
+
+def _recording(config: Config) -> Recording:
+    """What the objective needs to know of the student's distribution when it wrote."""
+    support = config.objective.support
+    num_samples = config.rollout.num_samples if support == "sampled" else 1
+    return Recording(
+        num_samples=num_samples if num_samples > 1 else 0,  # the written token alone is in the trajectory anyway
+        top_k=config.rollout.student_top_k if support == "student_topk" else 0,
+    )
+
+
+def _describe_model(model: Decoder) -> str:
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{config.family}, {parameters / 1e6:.2f} M parameters, {config.num_layers} layers of {config.hidden_size}, "
+        f"{config.num_heads} heads ({config.num_kv_heads} for keys and values), vocabulary {config.vocab_size}"
+    )
+
+
+def _scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: int) -> NativeScorer:
+    return NativeScorer(
+        teacher,
+        objective,
+        vocab_size=vocab_size,
+        top_k=config.teacher.top_k,
+        tokens_per_forward=config.teacher.tokens_per_forward,
+        logits_chunk_mb=config.training.logits_chunk_mb,
+    )
+
+
+def _evaluator(
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    writer: NativeEngine,
+    student: Decoder,
+    teacher: Decoder | None,
+) -> Evaluator | None:
+    if not prompts:
+        return None
+    vocab_size = num_tokens(tokenizer)
+    return Evaluator(
+        engine=writer,
+        prompts=prompts[: config.evaluation.num_prompts],
+        tokenizer=tokenizer,
+        student=student,
+        teacher=None if teacher is None else _scorer(config, teacher, REVERSE_KL, vocab_size),
+        vocab_size=vocab_size,
+        evaluation=config.evaluation,
+        training=config.training,
+    )

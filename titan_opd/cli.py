@@ -1,0 +1,106 @@
+"""The command line: titan-opd train | eval | export."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_opd import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 2 for what the user can mend, 130 after an interrupt."""
+    options, overrides = _parser().parse_known_args(arguments)
+    if overrides and not hasattr(options, "config"):
+        _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
+    try:
+        return options.run(options, overrides)
+    except ValueError as error:
+        print(f"titan-opd {options.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"titan-opd {options.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titan-opd", allow_abbrev=False, description="On-policy distillation of language models."
+    )
+    parser.add_argument("--version", action="version", version=f"titan-opd {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    override = "any option of the configuration can follow: --section.key VALUE"
+
+    command = commands.add_parser("train", help="train as a TOML file says", epilog=override)
+    command.add_argument("config", help="TOML file; see train_configs/")
+    command.add_argument("--dry-run", action="store_true", help="check everything that can be checked, train nothing")
+    command.set_defaults(run=_train)
+
+    command = commands.add_parser("eval", help="answer and grade the evaluation prompts", epilog=override)
+    command.add_argument("config", help="TOML file; --student.path RUN/checkpoints/step-N evaluates a checkpoint")
+    command.set_defaults(run=_evaluate)
+
+    command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face model")
+    command.add_argument("run_directory", metavar="RUN", help="folder of the run")
+    command.add_argument("output", metavar="OUT", help="new folder for the model")
+    command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of the weights"
+    )
+    command.set_defaults(run=_export)
+    return parser
+
+
+# The commands import what they need when they run, so that --help and a wrong key answer at once.
+
+
+def _train(options: argparse.Namespace, overrides: list[str]) -> int:
+    from titan_opd.config import dump_toml, load_config
+
+    config = load_config(options.config, overrides)
+    print(dump_toml(config))
+    if options.dry_run:
+        from titan_opd.assemble import assemble
+
+        print("\n".join(assemble(config).describe()))
+        print("dry run: the configuration can be trained")
+        return 0
+
+    from titan_opd.observe import print_tables
+    from titan_opd.train import train
+
+    print_tables(train(config).tables())
+    return 0
+
+
+def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    from titan_opd.config import load_config
+
+    config = load_config(options.config, overrides)
+
+    from titan_opd.assemble import assemble
+
+    parts = assemble(config)
+    print("\n".join(parts.describe()))
+    if parts.evaluator is None:
+        raise ValueError("there are no evaluation prompts; set data.evaluation to a file that has some")
+    print(parts.evaluator.run())
+    return 0
+
+
+def _export(options: argparse.Namespace, _: list[str]) -> int:
+    import torch
+
+    from titan_opd.checkpoint.export import export_model
+    from titan_opd.checkpoint.folder import pick_checkpoint
+
+    checkpoint = pick_checkpoint(Path(options.run_directory), options.step)
+    export_model(checkpoint, Path(options.output), getattr(torch, options.dtype))
+    print(f"wrote {checkpoint} as {options.dtype} to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The evaluation of a run: answers graded, and the distance to the teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from titan_opd.config.schema import EvaluationConfig, TrainingConfig
+from titan_opd.data.records import Prompt
+from titan_opd.evaluation.divergence import mean_reverse_kl
+from titan_opd.evaluation.evaluate import EvaluationResult, evaluate
+from titan_opd.evaluation.grading import GRADERS
+from titan_opd.models import Decoder
+from titan_opd.rollout import RolloutEngine
+from titan_opd.teacher import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """Evaluates the student as often as a run asks.
+
+    Attributes:
+        engine: writes the answers; its weights are the student's.
+        prompts: what is asked, with reference answers.
+        tokenizer: turns answers into the text that is graded.
+        student: whose distance to the teacher is measured.
+        teacher: a scorer for `divergence.REVERSE_KL`; None measures no distance.
+        vocab_size: tokens of the tokenizer.
+        evaluation, training: the settings.
+    """
+
+    engine: RolloutEngine
+    prompts: Sequence[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    student: Decoder
+    teacher: Scorer | None
+    vocab_size: int
+    evaluation: EvaluationConfig
+    training: TrainingConfig
+
+    def run(self) -> EvaluationResult:
+        """Answer and grade all prompts with the present weights."""
+        grader = GRADERS[self.evaluation.grader]
+        result = evaluate(self.engine, self.prompts, self.evaluation.sampling, grader, self.tokenizer)
+        if self.teacher is None:
+            return result
+        kl = mean_reverse_kl(
+            self.student,
+            self.teacher,
+            [answer.trajectory for answer in result.answers],
+            vocab_size=self.vocab_size,
+            tokens_per_microbatch=self.training.tokens_per_microbatch,
+            logits_chunk_mb=self.training.logits_chunk_mb,
+        )
+        return replace(result, teacher_kl=kl)

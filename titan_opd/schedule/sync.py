@@ -1,0 +1,45 @@
+"""The synchronous schedule: write, score, hand over. Nothing overlaps and no token is stale."""
+
+from __future__ import annotations
+
+from titan_opd.config.schema import RolloutConfig, ScheduleConfig
+from titan_opd.data import PromptStream
+from titan_opd.data.records import ScoredTrajectory
+from titan_opd.observe import PhaseClock
+from titan_opd.rollout import Recording, RolloutEngine
+from titan_opd.teacher import Scorer
+
+
+class SyncSchedule:
+    """Hands out one batch of scored answers per policy version."""
+
+    def __init__(
+        self,
+        prompts: PromptStream,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        *,
+        recording: Recording,
+        schedule: ScheduleConfig,
+        rollout: RolloutConfig,
+        clock: PhaseClock,
+    ) -> None:
+        self.prompts = prompts
+        self.engine = engine
+        self.scorer = scorer
+        self._recording = recording
+        self._batch = schedule.batch
+        self._sampling = rollout.sampling
+        self._clock = clock
+
+    def next_batch(self) -> list[ScoredTrajectory]:
+        """The next `schedule.batch` samples of the run, answered by the engine's current version and scored."""
+        samples = self.prompts.take(self._batch)
+        with self._clock.phase("rollout"):
+            trajectories = self.engine.generate(samples, self._sampling, self._recording)
+        written = sum(len(trajectory.response_ids) for trajectory in trajectories)
+        self._clock.count_tokens("rollout", written)
+        with self._clock.phase("score"):
+            scored = self.scorer.score(trajectories)
+        self._clock.count_tokens("score", written)
+        return scored

@@ -1,0 +1,107 @@
+"""The native teacher: one packed forward pass scores whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from titan_opd.config.objective import Objective
+from titan_opd.data.packing import pack_microbatch, plan_microbatches
+from titan_opd.data.records import ScoredTrajectory, Trajectory
+from titan_opd.losses import TeacherScores
+from titan_opd.models import Decoder, PackedAttention
+from titan_opd.teacher.projection import score_ids, score_topk
+
+
+class NativeScorer:
+    """Scores trajectories with a decoder in this process.
+
+    Prompt and answer go through the decoder once, packed; the vocabulary projection runs in chunks of rows, on response
+    positions only.
+
+    Args:
+        decoder: the teacher.
+        objective: decides what is scored, and at which temperature.
+        vocab_size: tokens of the tokenizer; rows of the vocabulary at or above it have no probability.
+        top_k: candidates a token for the support "teacher_topk".
+        tokens_per_forward: most packed tokens of one forward pass.
+        logits_chunk_mb: memory of one chunk of logits, MiB.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        objective: Objective,
+        *,
+        vocab_size: int,
+        top_k: int,
+        tokens_per_forward: int,
+        logits_chunk_mb: float,
+    ) -> None:
+        self.decoder = decoder.eval().requires_grad_(False)
+        self.objective = objective
+        self.vocab_size = vocab_size
+        self._top_k = min(top_k, vocab_size)
+        self._tokens_per_forward = tokens_per_forward
+        self._logits_chunk_mb = logits_chunk_mb
+
+    @torch.no_grad()
+    def score(self, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
+        """Scores for every response token, in the order of `trajectories`."""
+        unscored = [ScoredTrajectory(trajectory, TeacherScores()) for trajectory in trajectories]
+        scored = list(unscored)
+        plan = plan_microbatches(trajectories, self._tokens_per_forward, option="teacher.tokens_per_forward")
+        for members in plan:
+            batch = pack_microbatch([unscored[i] for i in members])
+            attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)
+            hidden_TH = self.decoder(batch.input_ids, batch.positions, attention)
+            lengths = [len(trajectories[i].response_ids) for i in members]
+            hidden_NH = hidden_TH[batch.loss_positions]
+            for i, scores in zip(
+                members, self._score([trajectories[i] for i in members], hidden_NH, lengths), strict=True
+            ):
+                scored[i] = ScoredTrajectory(trajectories[i], scores)
+        return scored
+
+    def _score(self, trajectories: Sequence[Trajectory], hidden_NH: Tensor, lengths: list[int]) -> list[TeacherScores]:
+        """The scores of each trajectory from the hidden states of all their response tokens."""
+        projection = {
+            "temperature": self.objective.temperature,
+            "vocab_size": self.vocab_size,
+            "logits_chunk_mb": self._logits_chunk_mb,
+        }
+        weight_VH = self.decoder.lm_head_weight
+        support = self.objective.support
+        if support == "dense":
+            return [TeacherScores(hidden=rows, lm_head_weight=weight_VH) for rows in hidden_NH.split(lengths)]
+        if support == "teacher_topk":
+            return _split(score_topk(hidden_NH, weight_VH, self._top_k, **projection), lengths)
+        candidates = [_student_candidates(trajectory, support) for trajectory in trajectories]
+        ids_NK = torch.cat([ids for ids, _ in candidates])
+        scores = _split(score_ids(hidden_NH, weight_VH, ids_NK, **projection), lengths)
+        return [
+            replace(rows, behavior_logprobs=logprobs, behavior_support=trajectory.behavior_support)
+            for rows, (_, logprobs), trajectory in zip(scores, candidates, trajectories, strict=True)
+        ]
+
+
+def _student_candidates(trajectory: Trajectory, support: str) -> tuple[Tensor, Tensor]:
+    """The ids [N, K] that the student proposed at each position, and its log-probabilities of them when it wrote."""
+    if support == "student_topk":
+        assert trajectory.topk_ids is not None, "the engine was not asked for the student's top-k"
+        return trajectory.topk_ids, trajectory.topk_logprobs
+    if trajectory.sampled_ids is not None:
+        return trajectory.sampled_ids, trajectory.sampled_logprobs
+    return trajectory.response_ids[:, None], trajectory.behavior_logprobs[:, None]
+
+
+def _split(scores: TeacherScores, lengths: list[int]) -> list[TeacherScores]:
+    """Scores of several trajectories, row after row, as one TeacherScores each."""
+    columns = (x.split(lengths) for x in (scores.ids, scores.logprobs, scores.tail_logprobs))
+    return [
+        TeacherScores(ids=ids, logprobs=logprobs, tail_logprobs=tail)
+        for ids, logprobs, tail in zip(*columns, strict=True)
+    ]

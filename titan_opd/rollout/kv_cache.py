@@ -32,8 +32,6 @@ class KVCache:
         self, config: DecoderConfig, num_rows: int, num_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (config.num_layers, num_rows, config.num_kv_heads, num_positions, config.head_dim)
-        self.num_rows = num_rows
-        self.num_positions = num_positions
         # Zeros, because a masked position still takes part with weight 0, and 0 * NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)

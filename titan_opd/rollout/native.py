@@ -63,7 +63,6 @@ class NativeEngine:
         self._vocab_size = vocab_size
         self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
-        self._cache: KVCache | None = None
         self._failed_update: str | None = None  # why the weights are not those of any version
         self._check_stop_ids(self._stop_ids)
 
@@ -99,7 +98,14 @@ class NativeEngine:
         stops_V[list(stop_ids)] = True
         num_rows = min(self._max_concurrent, len(samples))
         longest = max(len(sample.prompt.token_ids) for sample in samples)
-        cache = self._cache_for(num_rows, longest + sampling.max_new_tokens)
+        # Made anew for each call: between calls the trainer can have the memory, and no garbage outlives an error.
+        cache = KVCache(
+            self._decoder.config,
+            num_rows,
+            longest + sampling.max_new_tokens,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
         sampler = Sampler(sampling, recording, vocab_size=self._vocab_size, seed=self._seed)
         batch = RunningBatch(num_rows, sampling, stops_V, self.policy_version)
 
@@ -164,18 +170,6 @@ class NativeEngine:
             raise
         self._failed_update = None
         self.policy_version = version
-
-    def _cache_for(self, num_rows: int, num_positions: int) -> KVCache:
-        """The cache of the last call when it is large enough, else a new one."""
-        cache = self._cache
-        if cache is None or cache.num_rows < num_rows or cache.num_positions < num_positions:
-            if cache is not None:
-                num_rows, num_positions = max(cache.num_rows, num_rows), max(cache.num_positions, num_positions)
-            self._cache = cache = None  # frees the old one before the new one is made
-            weight = self._decoder.lm_head_weight
-            cache = KVCache(self._decoder.config, num_rows, num_positions, dtype=weight.dtype, device=weight.device)
-            self._cache = cache
-        return cache
 
     def _check_stop_ids(self, stop_ids: Collection[int]) -> None:
         unreachable = sorted(stop_id for stop_id in stop_ids if not 0 <= stop_id < self._vocab_size)

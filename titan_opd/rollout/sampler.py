@@ -96,8 +96,7 @@ class Sampler:
         else:
             logits_RC, ids_RC = logits_RV, None
 
-        # Inverse CDF. Float64, because a float32 sum over a vocabulary would lose the tail's small steps.
-        cdf_RC = torch.cumsum(torch.exp(logits_RC - max_R1), dim=-1, dtype=torch.float64)
+        cdf_RC = _cumulative_mass(logits_RC, max_R1)
         mass_R1 = cdf_RC[:, -1:]
         targets_Rm = uniforms(self._seed, numbers_R, positions_R, num_samples) * mass_R1
         columns_Rm = torch.searchsorted(cdf_RC, targets_Rm, right=True)
@@ -132,37 +131,51 @@ def truncate(logits_RV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tenso
         logits [R, C], -inf for what was cut, and ids [R, C]; what is kept stands first in each row.
     """
     vocab_size = logits_RV.shape[1]
-    if top_p == 1:
-        ids_RC = most_likely(logits_RV, min(top_k, vocab_size))
-        return logits_RV.gather(1, ids_RC), ids_RC
-
+    keys_RV = _order_keys(logits_RV)
     max_R1 = logits_RV.amax(dim=-1, keepdim=True)
-    window = min(top_k or _FIRST_WINDOW, vocab_size)
-    mass_R1 = None if top_k else torch.exp(logits_RV - max_R1).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    while True:
-        ids_RC = most_likely(logits_RV, window)
+
+    def candidates(count: int) -> tuple[Tensor, Tensor, Tensor]:
+        ids_RC = keys_RV.topk(count, dim=-1).indices
         logits_RC = logits_RV.gather(1, ids_RC)
-        cdf_RC = torch.cumsum(torch.exp(logits_RC - max_R1), dim=-1, dtype=torch.float64)
-        if mass_R1 is None:
-            mass_R1 = cdf_RC[:, -1:]
-        if window == vocab_size or top_k or bool((cdf_RC[:, -1:] >= top_p * mass_R1).all()):
-            break
-        window = min(4 * window, vocab_size)
-    mass_before_RC = torch.nn.functional.pad(cdf_RC[:, :-1], (1, 0))
-    return logits_RC.masked_fill(mass_before_RC >= top_p * mass_R1, -torch.inf), ids_RC
+        return logits_RC, ids_RC, _cumulative_mass(logits_RC, max_R1)
+
+    if top_k:
+        logits_RC, ids_RC, cdf_RC = candidates(min(top_k, vocab_size))
+        mass_R1 = cdf_RC[:, -1:]
+    else:
+        mass_R1 = torch.exp(logits_RV - max_R1).sum(dim=-1, keepdim=True, dtype=torch.float64)
+        window = _FIRST_WINDOW
+        while True:
+            logits_RC, ids_RC, cdf_RC = candidates(min(window, vocab_size))
+            if window >= vocab_size or bool((cdf_RC[:, -1:] >= top_p * mass_R1).all()):
+                break
+            window *= 4
+    if top_p < 1:
+        mass_before_RC = torch.nn.functional.pad(cdf_RC[:, :-1], (1, 0))
+        logits_RC = logits_RC.masked_fill(mass_before_RC >= top_p * mass_R1, -torch.inf)
+    return logits_RC, ids_RC
 
 
 def most_likely(logits_RV: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest logits, [R, count] int64, largest first; of equal logits the lower id first.
+    """Ids of the `count` largest logits, [R, count] int64, largest first; of equal logits the lower id first."""
+    return _order_keys(logits_RV).topk(count, dim=-1).indices
 
-    `torch.topk` promises no order among equals, so it is given keys that are all different: a float's bits, read as an
-    integer that orders as the float does, above the id counted backwards.
+
+def _order_keys(logits_RV: Tensor) -> Tensor:
+    """[R, V] int64, all different in a row, larger for the larger logit and for the lower id among equal logits.
+
+    With them `torch.topk`, which orders equals as it likes, has one answer. The upper half is the float's bits, read as
+    an integer that orders as the float does; the lower half is the id, counted backwards.
     """
     vocab_size = logits_RV.shape[1]
     bits_RV = (logits_RV + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV).long()
-    keys_RV = (ordered_RV << 32) + torch.arange(vocab_size - 1, -1, -1, device=logits_RV.device)
-    return keys_RV.topk(count, dim=-1).indices
+    ordered_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)  # a negative float's other bits grow as it falls
+    return (ordered_RV.long() << 32) + torch.arange(vocab_size - 1, -1, -1, device=logits_RV.device)
+
+
+def _cumulative_mass(logits_RC: Tensor, max_R1: Tensor) -> Tensor:
+    """[R, C] running sums of exp(logit - max); in float64, as float32 would lose the small steps of a long tail."""
+    return torch.cumsum((logits_RC - max_R1).exp_(), dim=-1, dtype=torch.float64)
 
 
 def _kept_ids(logits_RC: Tensor, ids_RC: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def _check_rows(one: ScoredTrajectory) -> None:
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of `lengths` in bins of at most `capacity`: the longest first, each into the first bin with room.
 
-    Needs at most 11/9 of the least number of bins, plus one (Johnson 1973).
+    Needs at most 11/9 of the least number of bins, plus 6/9 (Dósa 2007).
     """
     bins: list[list[int]] = []
     room: list[int] = []

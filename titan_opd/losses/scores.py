@@ -6,7 +6,7 @@ V vocabulary, H_t the teacher's hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class TeacherScores:
         hidden: [N, H_t], the teacher's hidden states after the final norm, for the dense route.
         lm_head_weight: [V, H_t], the teacher's output projection, for the dense route; under tensor parallelism this
             rank's shard of it.
-        labels: [N] int, for cross-entropy.
+        labels: [N] int, for cross-entropy; for the dense hybrid, the expert's tokens.
     """
 
     ids: Tensor | None = None
@@ -42,3 +42,13 @@ class TeacherScores:
     hidden: Tensor | None = None
     lm_head_weight: Tensor | None = None
     labels: Tensor | None = None
+
+    def __getitem__(self, rows: Tensor | slice) -> TeacherScores:
+        """The scores of some rows; `lm_head_weight` has none and is kept whole."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return TeacherScores(
+            **{
+                name: value if value is None or name == "lm_head_weight" else value[rows]
+                for name, value in values.items()
+            }
+        )

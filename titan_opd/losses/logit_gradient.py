@@ -1,0 +1,75 @@
+"""The gradient of a row's loss with respect to its logits, written over the logits.
+
+With z the logits, L their log-sum-exp, t that of the tokens outside the row's candidates, and g the partials of the
+loss in (z at the candidates, L, t) as independent variables:
+
+    dz_j = g_L exp(z_j - L) + [j outside the candidates] g_t exp(z_j - t) + sum_k g_k [j = id_k]
+
+Shape suffixes: C rows of a chunk, B rows of a block, V columns of this rank's shard, K candidates a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_opd.losses.vocab_parallel import VocabShard
+from titan_opd.ops import RowStats
+
+# Several elementwise passes over a block at a time: on a CPU it stays in the cache, and where the logits are bfloat16
+# this bounds the float32 copy.
+_BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+
+
+class Partials(NamedTuple):
+    """Partial derivatives of the loss in the candidates' logits [C, K], L [C] and t [C]; None: it does not use t."""
+
+    candidates: Tensor
+    lse: Tensor
+    tail: Tensor | None
+
+
+def row_blocks(num_rows: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
+    """Slices of rows whose float32 (or float64) copies are of a size that elementwise passes like."""
+    block_rows = max(1, _BLOCK_BYTES.get(device.type, _BLOCK_BYTES["cuda"]) // max(1, row_bytes))
+    for first in range(0, num_rows, block_rows):
+        yield slice(first, min(first + block_rows, num_rows))
+
+
+def write_logit_gradient(
+    buffer_CV: Tensor, ids_CK: Tensor, stats: RowStats, partials: Partials, shard: VocabShard
+) -> None:
+    """Replace logits by the loss's gradient in them, each element formed in the statistics' dtype and rounded once.
+
+    Args:
+        buffer_CV: [C, V + 1], the shard's logits and one column of scratch.
+        ids_CK: the candidates, padded with ids below 0; with a tail they are unique.
+        stats: of these logits and candidates, over the whole vocabulary.
+        partials: of the loss.
+        shard: where the columns belong.
+    """
+    # exp(z - L) is exp(z - max) / sum_exp: subtracting a rounded L would cost a peaked row its normalisation. Outside
+    # the candidates both exponentials are one, exp(z - tail_max), which is at most 1 and exact however little mass the
+    # tail has. The candidates' own elements are then written over, not corrected: correcting would subtract numbers of
+    # the size of exp(z - t), which are huge when the tail is tiny.
+    shift_C, scale_C = stats.max, partials.lse / stats.sum_exp
+    if partials.tail is not None:
+        has_tail_C = stats.tail_sum_exp > 0
+        shift_C = torch.where(has_tail_C, stats.tail_max, stats.max)
+        tail_scale_C = partials.tail / stats.tail_sum_exp + scale_C * (stats.tail_max - stats.max).exp()
+        scale_C, own_scale_C = torch.where(has_tail_C, tail_scale_C, scale_C), scale_C
+        own_CK = own_scale_C[:, None] * (stats.candidates - stats.max[:, None]).exp()
+    columns_CK = shard.columns(ids_CK)
+    num_rows, width = buffer_CV.shape
+    for rows in row_blocks(num_rows, width * shift_C.element_size(), buffer_CV.device):
+        block_BV = buffer_CV[rows].to(shift_C.dtype)
+        block_BV.sub_(shift_C[rows, None]).exp_().mul_(scale_C[rows, None])
+        if partials.tail is not None:
+            block_BV.scatter_(1, columns_CK[rows], own_CK[rows])
+        block_BV.scatter_add_(1, columns_CK[rows], partials.candidates[rows])
+        block_BV[:, shard.num_columns :] = 0
+        if block_BV.dtype != buffer_CV.dtype:
+            buffer_CV[rows] = block_BV

@@ -1,0 +1,103 @@
+"""A rank's shard of an output projection, and the few numbers a row that the ranks exchange about it.
+
+Shape suffixes: C rows of a chunk, V columns of this rank's shard, H hidden, K candidates a row, G ranks of the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_opd.ops import RowStats, gather_stats
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows of an output projection.
+
+    Attributes:
+        weight: [V, H] in the dtype of the products.
+        start: global id of the first row.
+        vocab_size: tokens that exist; rows of the projection at or above it are padding.
+        max_shard_rows: rows of the largest shard of the group, from which all ranks take equal chunk sizes.
+        group: the ranks that hold the other rows; None: this rank holds all.
+    """
+
+    weight: Tensor
+    start: int
+    vocab_size: int
+    max_shard_rows: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def create(
+        cls, weight_VH: Tensor, dtype: torch.dtype, vocab_size: int | None, group: dist.ProcessGroup | None
+    ) -> VocabShard:
+        """Find this rank's place in the vocabulary.
+
+        Raises:
+            ValueError: there are fewer rows than `vocab_size`.
+        """
+        sizes, rank = [weight_VH.shape[0]], 0
+        if group is not None:
+            own = torch.tensor(sizes, device=weight_VH.device)
+            all_sizes = own.new_empty(dist.get_world_size(group))
+            dist.all_gather_into_tensor(all_sizes, own, group=group)
+            sizes, rank = all_sizes.tolist(), dist.get_rank(group)
+        if vocab_size is not None and not 0 < vocab_size <= sum(sizes):
+            raise ValueError(
+                f"vocab_size = {vocab_size}, but the output projection has {sum(sizes)} rows; "
+                "pass the number of tokens of the tokenizer, at most the rows of either model"
+            )
+        return cls(
+            weight=weight_VH.detach().to(dtype),
+            start=sum(sizes[:rank]),
+            vocab_size=sum(sizes) if vocab_size is None else vocab_size,
+            max_shard_rows=max(sizes),
+            group=group,
+        )
+
+    @property
+    def num_columns(self) -> int:
+        """Rows of this shard that are tokens, not padding; the padding is at the end."""
+        return min(max(self.vocab_size - self.start, 0), self.weight.shape[0])
+
+    def write_logits(self, hidden_CH: Tensor, temperature: float, out_CV: Tensor) -> None:
+        """The shard's logits over the temperature, rounded once."""
+        torch.addmm(out_CV, hidden_CH, self.weight.T, beta=0, alpha=1 / temperature, out=out_CV)
+
+    def stats(self, logits_CV: Tensor, ids_CK: Tensor) -> RowStats:
+        """Softmax statistics and candidates' logits over the whole vocabulary: 4 + K numbers a row cross the ranks."""
+        local = gather_stats(logits_CV, ids_CK, vocab_start=self.start, vocab_size=self.vocab_size)
+        if self.group is None:
+            return local
+        local_C4 = torch.stack(local[:4], dim=-1)
+        gathered_GC4 = local_C4.new_empty(dist.get_world_size(self.group), *local_C4.shape)
+        dist.all_gather_into_tensor(gathered_GC4.view(-1, 4), local_C4, group=self.group)
+        max_GC, sum_exp_GC, tail_max_GC, tail_sum_exp_GC = gathered_GC4.unbind(-1)
+        return RowStats(
+            *_merge(max_GC, sum_exp_GC),
+            *_merge(tail_max_GC, tail_sum_exp_GC),
+            self.sum_over_shards(local.candidates),
+        )
+
+    def columns(self, ids_CK: Tensor) -> Tensor:
+        """[C, K] the shard's columns of global ids; V, one past the last, for an id that is not here."""
+        local_CK = ids_CK.long() - self.start
+        return torch.where((ids_CK >= 0) & (local_CK >= 0) & (local_CK < self.num_columns), local_CK, len(self.weight))
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """The sum over the group's ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+
+def _merge(max_GC: Tensor, sum_exp_GC: Tensor) -> tuple[Tensor, Tensor]:
+    """[C] the maximum of all ranks' sets and their sum of exp(z - maximum); an empty set has -inf and 0."""
+    max_C = max_GC.amax(0)
+    shift_C = torch.where(max_C == -torch.inf, 0, max_C)  # -inf - -inf would be NaN
+    return max_C, (sum_exp_GC * (max_GC - shift_C).exp()).sum(0)

@@ -260,7 +260,10 @@ class _ShardWriter:
     def _write_shard(self) -> None:
         temporary = self.directory / f"shard-{len(self._written) + 1:05d}.tmp"
         self._written.append((temporary, list(self._tensors)))
+        temporary.touch()
+        mode = temporary.stat().st_mode
         save_file(self._tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod(mode)  # safetensors makes its files readable by their owner only, whatever the umask
         self._total_bytes += self._bytes
         self._tensors, self._bytes = {}, 0
 

@@ -86,6 +86,12 @@ def test_transformers_reads_what_is_written(tmp_path, family, overrides, max_sha
     assert not list((tmp_path / "second").glob("*.tmp"))
 
 
+def test_weights_are_as_readable_as_any_new_file(source, tmp_path):
+    save_decoder(load_decoder(source[0]), tmp_path / "out")
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_shards_written_by_transformers_are_read(source):
     folder, model = source
     assert_same_weights(load_decoder(folder), model)

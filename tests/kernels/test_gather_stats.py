@@ -86,6 +86,15 @@ def test_kernel_equals_reference(isa, problem):
 
 
 @per_kernel
+def test_exponential_is_accurate(isa):
+    """Two terms only, so that an error of the exponential shows and rounding of the sum does not."""
+    x_R = torch.linspace(-1, 0, 4001)
+    logits_RV = torch.stack([torch.zeros_like(x_R), x_R], dim=1)
+    stats = run_kernel(isa, logits_RV, torch.zeros(4001, 0, dtype=torch.int64))
+    torch.testing.assert_close(stats.sum_exp.double(), 1 + x_R.double().exp(), rtol=2e-7, atol=0)
+
+
+@per_kernel
 @pytest.mark.parametrize("tail_mass", [1e-2, 1e-6, 1e-30])
 def test_tail_keeps_its_precision_where_it_is_tiny(isa, tail_mass):
     torch.manual_seed(0)

@@ -86,7 +86,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     print("\n".join(parts.describe()))
     if parts.evaluator is None:
         raise ValueError("there are no evaluation prompts; set data.evaluation to a file that has some")
-    print(parts.evaluator.run())
+    print(parts.evaluator.run(parts.engine.policy_version))
     return 0
 
 

@@ -52,7 +52,7 @@ def train(config: Config) -> RunSummary:
         if parts.evaluator is None:
             return
         with clock.phase("evaluate"):
-            result = parts.evaluator.run()
+            result = parts.evaluator.run(parts.engine.policy_version)
         metrics.write(step, "evaluation", result.metrics())
         display.evaluation(step, result.accuracy, str(result))
         summary.evaluations[step] = result

@@ -14,6 +14,7 @@ from titan_opd.evaluation.grading import GRADERS
 from titan_opd.models import Decoder
 from titan_opd.rollout import RolloutEngine
 from titan_opd.teacher import Scorer
+from titan_opd.weights import named_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,7 @@ class Evaluator:
     """Evaluates the student as often as a run asks.
 
     Attributes:
-        engine: writes the answers; its weights are the student's.
+        engine: writes the answers; it is given the student's weights when its own are older.
         prompts: what is asked, with reference answers.
         tokenizer: turns answers into the text that is graded.
         student: whose distance to the teacher is measured.
@@ -42,8 +43,10 @@ class Evaluator:
     evaluation: EvaluationConfig
     training: TrainingConfig
 
-    def run(self) -> EvaluationResult:
-        """Answer and grade all prompts with the present weights."""
+    def run(self, version: int) -> EvaluationResult:
+        """Answer and grade all prompts with the student's present weights, which are policy version `version`."""
+        if self.engine.policy_version != version:
+            self.engine.load_weights(named_weights(self.student), version)
         grader = GRADERS[self.evaluation.grader]
         result = evaluate(self.engine, self.prompts, self.evaluation.sampling, grader, self.tokenizer)
         if self.teacher is None:

@@ -40,7 +40,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """A line that stays."""
-        self._bar.console.print(text)
+        self._bar.console.print(text, soft_wrap=True)
 
     def step(self, step: int, metrics: Mapping[str, float], times: PhaseTimes) -> None:
         """Show the state after `step` steps."""

@@ -37,9 +37,11 @@ class SyncSchedule:
         samples = self.prompts.take(self._batch)
         with self._clock.phase("rollout"):
             trajectories = self.engine.generate(samples, self._sampling, self._recording)
-        written = sum(len(trajectory.response_ids) for trajectory in trajectories)
-        self._clock.count_tokens("rollout", written)
         with self._clock.phase("score"):
             scored = self.scorer.score(trajectories)
-        self._clock.count_tokens("score", written)
+        num_tokens = sum(len(trajectory.response_ids) for trajectory in trajectories)
+        if trajectories[0].finish_reason != "expert":  # a speed is told of work that was done
+            self._clock.count_tokens("rollout", num_tokens)
+        if scored[0].scores.labels is None:
+            self._clock.count_tokens("score", num_tokens)
         return scored

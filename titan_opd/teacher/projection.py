@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_opd.losses import TeacherScores
-from titan_opd.ops import gather_stats, rows_per_chunk
+from titan_opd.ops import gather_stats
 
 
 def score_topk(
@@ -57,7 +57,7 @@ def _score(
     ids_NK = torch.empty(num_rows, num_candidates, dtype=torch.int64, device=hidden_NH.device)
     logprobs_NK = torch.empty(num_rows, num_candidates, dtype=torch.float32, device=hidden_NH.device)
     tail_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NH.device)
-    for rows in _chunks(num_rows, rows_per_chunk(weight_VH, logits_chunk_mb)):
+    for rows in _chunks(num_rows, weight_VH, logits_chunk_mb):
         logits_CV = (hidden_NH[rows] @ weight_VH.T).div_(temperature)
         ids_NK[rows] = candidates(logits_CV, rows)
         stats = gather_stats(logits_CV, ids_NK[rows], vocab_size=vocab_size)
@@ -66,6 +66,7 @@ def _score(
     return TeacherScores(ids=ids_NK, logprobs=logprobs_NK, tail_logprobs=tail_N)
 
 
-def _chunks(num_rows: int, size: int) -> Iterator[slice]:
+def _chunks(num_rows: int, weight_VH: Tensor, logits_chunk_mb: float) -> Iterator[slice]:
+    size = max(1, int(logits_chunk_mb * 2**20 / (len(weight_VH) * weight_VH.element_size())))
     for start in range(0, num_rows, size):
         yield slice(start, min(start + size, num_rows))

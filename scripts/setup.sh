@@ -35,8 +35,8 @@ make_venv() {
     "$python" -m venv .venv
 }
 
-pip_install() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"
+pip_install() { # -qq: errors only
+    .venv/bin/python -m pip install -qq --disable-pip-version-check "$@"
 }
 
 torch_version() { # empty when torch is not installed; read from its metadata, for importing it takes seconds

@@ -14,14 +14,16 @@ from torch import Tensor
 from titan_opd.config.objective import Objective
 from titan_opd.losses.candidate_route import CandidateRoute, bound_by_batch
 from titan_opd.losses.checks import check_shapes, check_values, usable_fields
+from titan_opd.losses.dense_route import DenseRoute, TeacherLogits
 from titan_opd.losses.head import HeadInputs, HeadOutput, Route, run_head
 from titan_opd.losses.hybrid import Hybrid
+from titan_opd.losses.hybrid_route import DrawnHybridRoute, draw_uniforms
 from titan_opd.losses.policy import PolicyGradient
 from titan_opd.losses.rows import RowLoss
 from titan_opd.losses.samples import CrossEntropy, MonteCarloForwardKL
 from titan_opd.losses.scores import TeacherScores
 from titan_opd.losses.sparse import SupportDivergence
-from titan_opd.losses.vocab_parallel import VocabShard
+from titan_opd.losses.vocab_parallel import VocabShard, product_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,30 +85,34 @@ def distillation_loss(
     check_shapes(hidden, lm_head_weight, objective, scores, token_weights)
     if num_tokens is not None and not num_tokens > 0:
         raise ValueError(f"num_tokens = {num_tokens} must be positive; it divides the loss")
-    compute_dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-    sum_dtype = torch.promote_types(compute_dtype, torch.float32)
-    shard = VocabShard.create(lm_head_weight, compute_dtype, vocab_size, tp_group)
-
+    sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
     active = token_weights.nonzero().squeeze(1)
     active_scores = _used_scores(scores, objective, sum_dtype)[active]
     weights = token_weights[active].to(sum_dtype)
     staleness = _staleness(objective, policy_versions, current_version, active)
-    check_values(objective, active_scores, active, shard.vocab_size, staleness)
     if staleness is not None:
         weights = weights * objective.staleness_discount ** staleness.to(sum_dtype)
 
+    shard = VocabShard.create(lm_head_weight, product_dtype(hidden), vocab_size, tp_group)
+    check_values(objective, active_scores, active, shard.vocab_size, staleness)
+    teacher = None
+    if objective.support == "dense":
+        teacher = TeacherLogits.create(active_scores, objective.temperature, vocab_size, beside=shard)
     inputs = HeadInputs(
-        hidden=hidden.detach()[active].to(compute_dtype),
+        hidden=hidden.detach()[active].to(shard.weight.dtype),
         scores=active_scores,
         coefficients=weights / (max(len(active), 1) if num_tokens is None else num_tokens),
         shard=shard,
         temperature=objective.temperature,
-        rows_per_chunk=_rows_per_chunk(shard, logits_chunk_mb),
+        rows_per_chunk=_rows_per_chunk(logits_chunk_mb, shard, teacher),
     )
+    uniforms = None
+    if objective.kind == "hybrid" and teacher is not None:
+        uniforms = draw_uniforms(len(hidden), like=weights, group=tp_group, generator=generator)[active]
     grad_enabled = torch.is_grad_enabled()
     output = run_head(
         inputs,
-        _route(objective, inputs),
+        _route(objective, inputs, teacher, uniforms),
         for_hidden=grad_enabled and hidden.requires_grad,
         for_weight=grad_enabled and lm_head_weight.requires_grad,
     )
@@ -119,8 +125,8 @@ def _used_scores(scores: TeacherScores, objective: Objective, dtype: torch.dtype
     """Only what the objective reads, log-probabilities in the dtype of the sums."""
     values = {name: getattr(scores, name) for name in usable_fields(objective)}
     for name, value in values.items():
-        if name.endswith("logprobs") and value is not None:
-            values[name] = value.detach().to(dtype)
+        if value is not None:
+            values[name] = value.detach().to(dtype) if name.endswith("logprobs") else value.detach()
     return TeacherScores(**values)
 
 
@@ -137,16 +143,20 @@ def _staleness(
     return current_version - policy_versions[active].long()
 
 
-def _rows_per_chunk(shard: VocabShard, logits_chunk_mb: float) -> int:
-    row_bytes = max(shard.max_shard_rows, 1) * shard.weight.element_size()
+def _rows_per_chunk(logits_chunk_mb: float, shard: VocabShard, teacher: TeacherLogits | None) -> int:
+    """As many rows as have their logits, the student's and the teacher's, in the given memory."""
+    row_bytes = shard.max_row_bytes + (0 if teacher is None else teacher.shard.max_row_bytes)
     return max(1, int(logits_chunk_mb * 2**20 / row_bytes))
 
 
-def _route(objective: Objective, inputs: HeadInputs) -> Route:
-    loss = _row_loss(objective)
+def _route(objective: Objective, inputs: HeadInputs, teacher: TeacherLogits | None, uniforms: Tensor | None) -> Route:
+    if teacher is not None and uniforms is not None:
+        return DrawnHybridRoute(Hybrid(objective), teacher, uniforms)
+    if teacher is not None:
+        return DenseRoute(objective, teacher)
     if objective.correction == "m2po":
-        loss = bound_by_batch(inputs, loss)
-    return CandidateRoute(loss)
+        return CandidateRoute(bound_by_batch(inputs, PolicyGradient(objective)))
+    return CandidateRoute(_row_loss(objective))
 
 
 def _row_loss(objective: Objective) -> RowLoss:

@@ -5,6 +5,7 @@ Shape suffixes: C rows of a chunk, V columns of this rank's shard, H hidden, K c
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +21,16 @@ class VocabShard:
 
     Attributes:
         weight: [V, H] in the dtype of the products.
-        start: global id of the first row.
+        rank_rows: how many rows each rank of the group holds, in order.
+        rank: which of them this is.
         vocab_size: tokens that exist; rows of the projection at or above it are padding.
-        max_shard_rows: rows of the largest shard of the group, from which all ranks take equal chunk sizes.
         group: the ranks that hold the other rows; None: this rank holds all.
     """
 
     weight: Tensor
-    start: int
+    rank_rows: tuple[int, ...]
+    rank: int
     vocab_size: int
-    max_shard_rows: int
     group: dist.ProcessGroup | None
 
     @classmethod
@@ -41,29 +42,45 @@ class VocabShard:
         Raises:
             ValueError: there are fewer rows than `vocab_size`.
         """
-        sizes, rank = [weight_VH.shape[0]], 0
+        rank_rows, rank = [weight_VH.shape[0]], 0
         if group is not None:
-            own = torch.tensor(sizes, device=weight_VH.device)
-            all_sizes = own.new_empty(dist.get_world_size(group))
-            dist.all_gather_into_tensor(all_sizes, own, group=group)
-            sizes, rank = all_sizes.tolist(), dist.get_rank(group)
-        if vocab_size is not None and not 0 < vocab_size <= sum(sizes):
+            own = torch.tensor(rank_rows, device=weight_VH.device)
+            all_ranks = own.new_empty(dist.get_world_size(group))
+            dist.all_gather_into_tensor(all_ranks, own, group=group)
+            rank_rows, rank = all_ranks.tolist(), dist.get_rank(group)
+        if vocab_size is not None and not 0 < vocab_size <= sum(rank_rows):
             raise ValueError(
-                f"vocab_size = {vocab_size}, but the output projection has {sum(sizes)} rows; "
+                f"vocab_size = {vocab_size}, but the output projection has {sum(rank_rows)} rows; "
                 "pass the number of tokens of the tokenizer, at most the rows of either model"
             )
         return cls(
             weight=weight_VH.detach().to(dtype),
-            start=sum(sizes[:rank]),
-            vocab_size=sum(sizes) if vocab_size is None else vocab_size,
-            max_shard_rows=max(sizes),
+            rank_rows=tuple(rank_rows),
+            rank=rank,
+            vocab_size=sum(rank_rows) if vocab_size is None else vocab_size,
             group=group,
         )
 
     @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Global ids where the ranks' tokens begin, and the end of the last; padding is no token."""
+        ends = itertools.accumulate(self.rank_rows, initial=0)
+        return tuple(min(end, self.vocab_size) for end in ends)
+
+    @property
+    def start(self) -> int:
+        """Global id of this shard's first token."""
+        return self.boundaries[self.rank]
+
+    @property
     def num_columns(self) -> int:
-        """Rows of this shard that are tokens, not padding; the padding is at the end."""
-        return min(max(self.vocab_size - self.start, 0), self.weight.shape[0])
+        """Rows of this shard that are tokens; padding follows them."""
+        return self.boundaries[self.rank + 1] - self.start
+
+    @property
+    def max_row_bytes(self) -> int:
+        """Memory of a row of logits on the rank that holds the most, the same number on all ranks."""
+        return max(self.rank_rows) * self.weight.element_size()
 
     def write_logits(self, hidden_CH: Tensor, temperature: float, out_CV: Tensor) -> None:
         """The shard's logits over the temperature, rounded once."""
@@ -75,7 +92,7 @@ class VocabShard:
         if self.group is None:
             return local
         local_C4 = torch.stack(local[:4], dim=-1)
-        gathered_GC4 = local_C4.new_empty(dist.get_world_size(self.group), *local_C4.shape)
+        gathered_GC4 = local_C4.new_empty(len(self.rank_rows), *local_C4.shape)
         dist.all_gather_into_tensor(gathered_GC4.view(-1, 4), local_C4, group=self.group)
         max_GC, sum_exp_GC, tail_max_GC, tail_sum_exp_GC = gathered_GC4.unbind(-1)
         return RowStats(
@@ -89,11 +106,27 @@ class VocabShard:
         local_CK = ids_CK.long() - self.start
         return torch.where((ids_CK >= 0) & (local_CK >= 0) & (local_CK < self.num_columns), local_CK, len(self.weight))
 
+    def sums_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the values of the ranks before this one, and of all ranks."""
+        if self.group is None:
+            return torch.zeros_like(values), values
+        gathered_G = values.new_empty(len(self.rank_rows), *values.shape)
+        dist.all_gather_into_tensor(gathered_G.view(-1), values.contiguous(), group=self.group)
+        return gathered_G[: self.rank].sum(0), gathered_G.sum(0)
+
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """The sum over the group's ranks, in place."""
         if self.group is not None:
             dist.all_reduce(values, group=self.group)
         return values
+
+
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype in which logits are computed: that of the hidden states, but float32 for float16.
+
+    Logits over a temperature leave float16's range, which ends at 65504.
+    """
+    return torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
 
 
 def _merge(max_GC: Tensor, sum_exp_GC: Tensor) -> tuple[Tensor, Tensor]:

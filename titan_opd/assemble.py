@@ -13,7 +13,6 @@ from titan_opd.checkpoint.folder import model_folder
 from titan_opd.config import Config
 from titan_opd.config.objective import Objective
 from titan_opd.data import (
-    Prompt,
     PromptStream,
     check_tokenizer,
     compare_tokenizers,
@@ -23,7 +22,9 @@ from titan_opd.data import (
     stop_ids,
 )
 from titan_opd.evaluation import REVERSE_KL, Evaluator
+from titan_opd.learner import DistillationModel
 from titan_opd.models import Decoder, DecoderConfig, attention_backend, load_decoder
+from titan_opd.parallel import World, parallelize
 from titan_opd.rollout import AnswersEngine, NativeEngine, Recording, RolloutEngine
 from titan_opd.teacher import LabelScorer, NativeScorer, Scorer
 
@@ -33,40 +34,41 @@ class Parts:
     """What a run is made of.
 
     Attributes:
-        student: the model that learns, float32.
+        model: the student with its loss on top, parallelised; float32.
         teacher: the model that scores; None for cross-entropy.
         tokenizer: the student's, equal to the teacher's.
-        vocab_size: tokens of the tokenizer; the models' vocabulary rows at or above it are padding.
         prompts: the training prompts as an endless stream of samples.
         engine: where the training answers come from: the student's engine, or the data's own answers.
         recording: what the engine writes down beside the tokens.
         scorer: what scores the answers.
-        writer: the student's engine, with weights of its own; it also writes the evaluation's answers.
         evaluator: what evaluates the student; None when there are no evaluation prompts.
     """
 
-    student: Decoder
+    model: DistillationModel
     teacher: Decoder | None
     tokenizer: PreTrainedTokenizerBase
-    vocab_size: int
     prompts: PromptStream
     engine: RolloutEngine
     recording: Recording
     scorer: Scorer
-    writer: NativeEngine
     evaluator: Evaluator | None
+
+    @property
+    def student(self) -> Decoder:
+        return self.model.decoder
 
     def describe(self) -> list[str]:
         """Lines that say what runs and on which code paths."""
         lines = [f"student: {_describe_model(self.student)}"]
         if self.teacher is not None:
             lines.append(f"teacher: {_describe_model(self.teacher)}")
-        lines.append(f"tokenizer: {self.vocab_size} tokens")
-        lines.append(f"attention: {attention_backend('cpu', torch.float32)}; {ops.describe()}")
+        weight = self.student.lm_head_weight
+        lines.append(f"tokenizer: {self.model.vocab_size} tokens")
+        lines.append(f"attention: {attention_backend(weight.device, weight.dtype)}; {ops.describe()}")
         return lines
 
 
-def assemble(config: Config) -> Parts:
+def assemble(config: Config, world: World) -> Parts:
     """Read and build everything that `config` names.
 
     Raises:
@@ -75,19 +77,34 @@ def assemble(config: Config) -> Parts:
     """
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    _check_world(config, world)
     tokenizer = load_tokenizer(config.student.tokenizer or str(model_folder(config.student.path)))
-    student = _student(config)
-    check_tokenizer(tokenizer, student.config.vocab_size, where=f"student.path = {config.student.path!r}")
-    teacher = _teacher(config, tokenizer)
     vocab_size = num_tokens(tokenizer)
+    student = _student(config, world)
+    check_tokenizer(tokenizer, student.config.vocab_size, where=f"student.path = {config.student.path!r}")
+    teacher = _teacher(config, tokenizer, world)
     stops = stop_ids(tokenizer, student.config.eos_token_ids, config.rollout.sampling.stop_ids)
     train_prompts, eval_prompts = load_prompts(config.data, tokenizer, stops)
-    writer = _writer(config, student, stops, vocab_size)
+    writer = _writer(config, student, stops, vocab_size, world)
+    model = DistillationModel(student, vocab_size=vocab_size, logits_chunk_mb=config.training.logits_chunk_mb)
+    parallelize(model, student, world)
+
+    evaluator = None
+    if eval_prompts:
+        evaluator = Evaluator(
+            engine=writer,
+            prompts=eval_prompts[: config.evaluation.num_prompts],
+            tokenizer=tokenizer,
+            student=model,
+            teacher=None if teacher is None else _scorer(config, teacher, REVERSE_KL, vocab_size),
+            evaluation=config.evaluation,
+            training=config.training,
+            world=world,
+        )
     return Parts(
-        student=student,
+        model=model,
         teacher=teacher,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
         prompts=PromptStream(
             train_prompts,
             shuffle=config.data.shuffle,
@@ -97,36 +114,49 @@ def assemble(config: Config) -> Parts:
         engine=writer if config.rollout.engine == "native" else AnswersEngine(),
         recording=_recording(config),
         scorer=LabelScorer() if teacher is None else _scorer(config, teacher, config.objective, vocab_size),
-        writer=writer,
-        evaluator=_evaluator(config, eval_prompts, tokenizer, writer, student, teacher),
+        evaluator=evaluator,
     )
 
 
-def _student(config: Config) -> Decoder:
+def _check_world(config: Config, world: World) -> None:
+    per_step = config.schedule.batch // config.schedule.minibatches
+    if per_step % world.size:
+        raise ValueError(
+            f"schedule.batch / schedule.minibatches = {per_step} answers a step cannot be shared equally by "
+            f"{world.size} processes; choose a multiple of {world.size}, or another number of processes"
+        )
+    if config.evaluation.num_prompts < world.size:
+        raise ValueError(
+            f"evaluation.num_prompts = {config.evaluation.num_prompts} leaves some of the {world.size} processes "
+            "without a prompt; raise it"
+        )
+
+
+def _student(config: Config, world: World) -> Decoder:
     path = model_folder(config.student.path)
     if config.student.initialize == "checkpoint":
-        return load_decoder(path)
+        return load_decoder(path, device=world.device)
     student = Decoder(DecoderConfig.from_directory(path))
     student.init_weights(torch.Generator().manual_seed(config.run.seed))
-    return student
+    return student.to(world.device)
 
 
-def _teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> Decoder | None:
+def _teacher(config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> Decoder | None:
     if config.teacher.engine == "none":
         return None
     path = model_folder(config.teacher.path)
     teacher_tokenizer = load_tokenizer(str(path))
     compare_tokenizers(tokenizer, teacher_tokenizer)
-    teacher = load_decoder(path)
+    teacher = load_decoder(path, device=world.device)
     check_tokenizer(teacher_tokenizer, teacher.config.vocab_size, where=f"teacher.path = {config.teacher.path!r}")
     return teacher
 
 
-def _writer(config: Config, student: Decoder, stops: Sequence[int], vocab_size: int) -> NativeEngine:
-    decoder = Decoder(student.config)
+def _writer(config: Config, student: Decoder, stops: Sequence[int], vocab_size: int, world: World) -> NativeEngine:
+    decoder = Decoder(student.config).to(world.device)
     decoder.load_state_dict(student.state_dict())
     return NativeEngine(
-        decoder,
+        decoder.requires_grad_(False),
         config=config.rollout,
         stop_ids=stops,
         vocab_size=vocab_size,
@@ -145,15 +175,6 @@ def _recording(config: Config) -> Recording:
     )
 
 
-def _describe_model(model: Decoder) -> str:
-    config = model.config
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return (
-        f"{config.family}, {parameters / 1e6:.2f} M parameters, {config.num_layers} layers of {config.hidden_size}, "
-        f"{config.num_heads} heads ({config.num_kv_heads} for keys and values), vocabulary {config.vocab_size}"
-    )
-
-
 def _scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: int) -> NativeScorer:
     return NativeScorer(
         teacher,
@@ -165,24 +186,10 @@ def _scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: 
     )
 
 
-def _evaluator(
-    config: Config,
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    writer: NativeEngine,
-    student: Decoder,
-    teacher: Decoder | None,
-) -> Evaluator | None:
-    if not prompts:
-        return None
-    vocab_size = num_tokens(tokenizer)
-    return Evaluator(
-        engine=writer,
-        prompts=prompts[: config.evaluation.num_prompts],
-        tokenizer=tokenizer,
-        student=student,
-        teacher=None if teacher is None else _scorer(config, teacher, REVERSE_KL, vocab_size),
-        vocab_size=vocab_size,
-        evaluation=config.evaluation,
-        training=config.training,
+def _describe_model(model: Decoder) -> str:
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{config.family}, {parameters / 1e6:.2f} M parameters, {config.num_layers} layers of {config.hidden_size}, "
+        f"{config.num_heads} heads ({config.num_kv_heads} for keys and values), vocabulary {config.vocab_size}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,18 +61,22 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from titan_opd.config import dump_toml, load_config
 
     config = load_config(options.config, overrides)
-    print(dump_toml(config))
+    _say(dump_toml(config))
     if options.dry_run:
         from titan_opd.assemble import assemble
+        from titan_opd.parallel import open_world
 
-        print("\n".join(assemble(config).describe()))
-        print("dry run: the configuration can be trained")
+        with open_world() as world:
+            _say(*assemble(config, world).describe())
+        _say("dry run: the configuration can be trained")
         return 0
 
     from titan_opd.observe import print_tables
     from titan_opd.train import train
 
-    print_tables(train(config).tables())
+    tables = train(config).tables()
+    if _is_main():
+        print_tables(tables)
     return 0
 
 
@@ -81,12 +86,14 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(options.config, overrides)
 
     from titan_opd.assemble import assemble
+    from titan_opd.parallel import open_world
 
-    parts = assemble(config)
-    print("\n".join(parts.describe()))
-    if parts.evaluator is None:
-        raise ValueError("there are no evaluation prompts; set data.evaluation to a file that has some")
-    print(parts.evaluator.run(parts.engine.policy_version))
+    with open_world() as world:
+        parts = assemble(config, world)
+        _say(*parts.describe())
+        if parts.evaluator is None:
+            raise ValueError("there are no evaluation prompts; set data.evaluation to a file that has some")
+        _say(str(parts.evaluator.run(version=0)))
     return 0
 
 
@@ -98,8 +105,18 @@ def _export(options: argparse.Namespace, _: list[str]) -> int:
 
     checkpoint = pick_checkpoint(Path(options.run_directory), options.step)
     export_model(checkpoint, Path(options.output), getattr(torch, options.dtype))
-    print(f"wrote {checkpoint} as {options.dtype} to {options.output}")
+    _say(f"wrote {checkpoint} as {options.dtype} to {options.output}")
     return 0
+
+
+def _is_main() -> bool:
+    """Whether this process talks to the person; torchrun numbers its processes in RANK."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(*lines: str) -> None:
+    if _is_main():
+        print(*lines, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,26 +14,34 @@ from titan_opd.data.records import PackedBatch
 from titan_opd.losses import DistillationOutput, distillation_loss
 from titan_opd.models import Decoder, PackedAttention
 from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
+from titan_opd.parallel import World, whole_tensor
 
 
 class DistillationModel(nn.Module):
-    """The student with its loss on top: packed tokens in, loss out. No logits leave it."""
+    """The student with the loss on top: packed tokens in, loss out. No logits leave it.
 
-    def __init__(self, decoder: Decoder, objective: Objective, *, vocab_size: int, logits_chunk_mb: float) -> None:
+    Args:
+        decoder: the student.
+        vocab_size: tokens of the tokenizer; rows of the vocabulary at or above it have no probability.
+        logits_chunk_mb: memory of one chunk of logits in the loss head, MiB.
+    """
+
+    def __init__(self, decoder: Decoder, *, vocab_size: int, logits_chunk_mb: float) -> None:
         super().__init__()
         self.decoder = decoder
-        self.objective = objective
         self.vocab_size = vocab_size
         self.logits_chunk_mb = logits_chunk_mb
 
-    def forward(self, batch: PackedBatch, *, num_tokens: int, current_version: int) -> DistillationOutput:
+    def forward(
+        self, batch: PackedBatch, objective: Objective, *, num_tokens: int, current_version: int
+    ) -> DistillationOutput:
         """The loss of one micro-batch, over the `num_tokens` trained tokens of the whole optimizer step."""
         attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)
         hidden_TH = self.decoder(batch.input_ids, batch.positions, attention)
         return distillation_loss(
             hidden_TH[batch.loss_positions],
             self.decoder.lm_head_weight,
-            self.objective,
+            objective,
             batch.scores,
             batch.token_weights,
             num_tokens=num_tokens,
@@ -44,74 +53,105 @@ class DistillationModel(nn.Module):
 
 
 class Learner:
-    """Takes optimizer steps on packed batches.
+    """Takes optimizer steps on packed batches, together with the other processes of `world`.
 
     Args:
-        decoder: the student; trained in place.
+        model: the student with its loss; trained in place, parallelised already.
         objective: what is minimised.
         config: the optimizer's settings.
         num_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        vocab_size: tokens of the tokenizer; rows of the vocabulary at or above it have no probability.
-        logits_chunk_mb: memory of one chunk of logits in the loss head, MiB.
+        world: the processes.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        objective: Objective,
-        config: OptimizerConfig,
-        *,
-        num_steps: int,
-        vocab_size: int,
-        logits_chunk_mb: float,
+        self, model: DistillationModel, objective: Objective, config: OptimizerConfig, *, num_steps: int, world: World
     ) -> None:
-        self.decoder = decoder
-        self.model = DistillationModel(decoder, objective, vocab_size=vocab_size, logits_chunk_mb=logits_chunk_mb)
-        self.optimizer = build_optimizer(self.model.parameters(), config)
-        self.config = config
-        self.num_steps = num_steps
+        self.model = model
+        self.optimizer = build_optimizer(model.parameters(), config)
         self.steps_taken = 0
+        self._objective = objective
+        self._config = config
+        self._num_steps = num_steps
+        self._world = world
 
     def step(self, batches: Sequence[PackedBatch], *, current_version: int) -> dict[str, float]:
-        """One optimizer step on the sum of the micro-batches' gradients.
+        """One optimizer step on the sum of all micro-batches' gradients.
 
-        Every token counts the same, whichever micro-batch it is in: each micro-batch's loss is divided by the trained
-        tokens of all of them.
+        Every token counts the same, whichever micro-batch and process it is in: a micro-batch's loss is divided by the
+        trained tokens of all of them.
+
+        Args:
+            batches: this process's micro-batches, at least one.
+            current_version: the policy version that is trained.
 
         Returns:
-            `loss`, `grad_norm`, `learning_rate`, `tokens` and the loss's metrics, averaged over trained tokens.
+            `loss`, `grad_norm`, `learning_rate`, `tokens` and the loss's metrics over the trained tokens of all
+            processes.
         """
         counts = [int(torch.count_nonzero(batch.token_weights)) for batch in batches]
-        num_tokens = sum(counts)
-        rate = learning_rate(self.steps_taken, self.num_steps, self.config)
+        num_tokens = int(self._world.sum(torch.tensor(sum(counts))))
+        rate = learning_rate(self.steps_taken, self._num_steps, self._config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
         outputs = []
-        for batch in batches:
-            output = self.model(batch, num_tokens=num_tokens, current_version=current_version)
+        for batch in equalize(batches, self._world):
+            output = self.model(
+                batch.to(self._world.device),
+                self._objective,
+                num_tokens=max(num_tokens, 1),
+                current_version=current_version,
+            )
             output.loss.backward()
             outputs.append(output)
-        grad_norm = clip_gradients(self.model.parameters(), self.config.max_grad_norm)
+        grad_norm = whole_tensor(clip_gradients(self.model.parameters(), self._config.max_grad_norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_taken += 1
+        return {
+            "loss": sum_losses(outputs, self._world),
+            "grad_norm": grad_norm.item(),
+            "learning_rate": rate,
+            "tokens": num_tokens,
+            **average_metrics([output.metrics for output in outputs], counts, self._world),
+        }
 
-        metrics = average_metrics([output.metrics for output in outputs], counts)
-        loss = sum(output.loss.item() for output in outputs)
-        step_metrics = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": rate, "tokens": num_tokens}
-        return step_metrics | metrics
+
+def equalize(batches: Sequence[PackedBatch], world: World) -> list[PackedBatch]:
+    """As many micro-batches on each process as on the one that has most, because they gather parameters together.
+
+    What is added trains nothing: its tokens have weight 0.
+    """
+    assert batches, "a process without a micro-batch cannot take part in a step"
+    most = int(world.max(torch.tensor(len(batches))))
+    shortest = min(batches, key=lambda batch: len(batch.input_ids))
+    filler = replace(shortest, token_weights=torch.zeros_like(shortest.token_weights))
+    return [*batches, *[filler] * (most - len(batches))]
 
 
-def average_metrics(metrics: Sequence[dict[str, Tensor]], counts: Sequence[int]) -> dict[str, float]:
-    """Means over tokens from the means of micro-batches with `counts` tokens; names that end in "max": the largest."""
-    total = max(1, sum(counts))
-    combined = {}
-    for name in metrics[0]:
-        values = [float(micro[name]) for micro, count in zip(metrics, counts, strict=True) if count]
-        weights = [count for count in counts if count]
-        if name.endswith("max"):
-            combined[name] = max(values, default=0.0)
-        else:
-            combined[name] = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
-    return combined
+def sum_losses(outputs: Sequence[DistillationOutput], world: World) -> float:
+    """The whole step's loss: each micro-batch's is its part of the sum already."""
+    losses = torch.stack([output.loss.detach().cpu().double() for output in outputs])
+    return float(world.sum(losses.sum()))
+
+
+def average_metrics(metrics: Sequence[dict[str, Tensor]], counts: Sequence[int], world: World) -> dict[str, float]:
+    """Metrics over all tokens from those of micro-batches: means weighted by tokens; names in "_max": the largest.
+
+    Args:
+        metrics: of this process's micro-batches; those beyond the `counts` have no token.
+        counts: trained tokens of each micro-batch.
+    """
+    names = list(metrics[0])
+    values_BM = torch.stack([torch.stack([micro[name].double() for name in names]) for micro in metrics]).cpu()
+    counts_B = torch.zeros(len(metrics), dtype=torch.float64)
+    counts_B[: len(counts)] = torch.tensor(counts, dtype=torch.float64)
+    has_tokens_B1 = counts_B[:, None] > 0
+    weighted_BM = torch.where(has_tokens_B1, values_BM * counts_B[:, None], 0.0)
+    means_M = world.sum(weighted_BM.sum(0)) / world.sum(counts_B.sum()).clamp(min=1)
+    largest_M = world.max(torch.where(has_tokens_B1, values_BM, -torch.inf).amax(0))
+    chosen = [
+        largest if name.endswith("_max") else mean
+        for name, mean, largest in zip(names, means_M, largest_M, strict=True)
+    ]
+    return {name: float(value) for name, value in zip(names, chosen, strict=True)}

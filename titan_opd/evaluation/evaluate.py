@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.data.records import Prompt, Sample, Trajectory
 from titan_opd.evaluation.grading import Grader
+from titan_opd.parallel import World
 from titan_opd.rollout import RolloutEngine
 
 if TYPE_CHECKING:
@@ -77,10 +78,12 @@ def evaluate(
     sampling: SamplingConfig,
     grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
+    world: World | None = None,
 ) -> EvaluationResult:
     """Answer each prompt once with the engine's present weights, and grade the answers.
 
-    The sampler's noise depends on a prompt's place alone, so evaluations of the same prompts can be compared.
+    The sampler's noise depends on a prompt's place alone, so evaluations of the same prompts can be compared. The
+    processes of `world` answer a share each, and all of them return the whole result; None: this process alone.
 
     Raises:
         ValueError: when there is no prompt, or one has no reference answer.
@@ -94,9 +97,11 @@ def evaluate(
                 "it in data.answer_field"
             )
     samples = [Sample(number=i, epoch=0, repeat=0, prompt=prompt) for i, prompt in enumerate(prompts)]
-    return EvaluationResult(
-        tuple(_grade(trajectory, grader, tokenizer) for trajectory in engine.generate(samples, sampling))
-    )
+    share = samples if world is None else world.share(samples)
+    answers = [_grade(trajectory, grader, tokenizer) for trajectory in engine.generate(share, sampling)]
+    if world is not None:
+        answers = [answer for share in world.gather(answers) for answer in share]
+    return EvaluationResult(tuple(sorted(answers, key=lambda answer: answer.trajectory.sample.number)))
 
 
 def _grade(trajectory: Trajectory, grader: Grader, tokenizer: PreTrainedTokenizerBase) -> GradedAnswer:

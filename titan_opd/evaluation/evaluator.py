@@ -11,7 +11,8 @@ from titan_opd.data.records import Prompt
 from titan_opd.evaluation.divergence import mean_reverse_kl
 from titan_opd.evaluation.evaluate import EvaluationResult, evaluate
 from titan_opd.evaluation.grading import GRADERS
-from titan_opd.models import Decoder
+from titan_opd.learner import DistillationModel
+from titan_opd.parallel import World
 from titan_opd.rollout import RolloutEngine
 from titan_opd.teacher import Scorer
 from titan_opd.weights import named_weights
@@ -26,37 +27,36 @@ class Evaluator:
 
     Attributes:
         engine: writes the answers; it is given the student's weights when its own are older.
-        prompts: what is asked, with reference answers.
+        prompts: what is asked, with reference answers; each process asks its share.
         tokenizer: turns answers into the text that is graded.
         student: whose distance to the teacher is measured.
         teacher: a scorer for `divergence.REVERSE_KL`; None measures no distance.
-        vocab_size: tokens of the tokenizer.
         evaluation, training: the settings.
+        world: the processes.
     """
 
     engine: RolloutEngine
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
-    student: Decoder
+    student: DistillationModel
     teacher: Scorer | None
-    vocab_size: int
     evaluation: EvaluationConfig
     training: TrainingConfig
+    world: World
 
     def run(self, version: int) -> EvaluationResult:
         """Answer and grade all prompts with the student's present weights, which are policy version `version`."""
         if self.engine.policy_version != version:
-            self.engine.load_weights(named_weights(self.student), version)
+            self.engine.load_weights(named_weights(self.student.decoder), version)
         grader = GRADERS[self.evaluation.grader]
-        result = evaluate(self.engine, self.prompts, self.evaluation.sampling, grader, self.tokenizer)
+        result = evaluate(self.engine, self.prompts, self.evaluation.sampling, grader, self.tokenizer, self.world)
         if self.teacher is None:
             return result
         kl = mean_reverse_kl(
             self.student,
             self.teacher,
-            [answer.trajectory for answer in result.answers],
-            vocab_size=self.vocab_size,
+            self.world.share([answer.trajectory for answer in result.answers]),
             tokens_per_microbatch=self.training.tokens_per_microbatch,
-            logits_chunk_mb=self.training.logits_chunk_mb,
+            world=self.world,
         )
         return replace(result, teacher_kl=kl)

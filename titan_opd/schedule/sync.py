@@ -6,6 +6,7 @@ from titan_opd.config.schema import RolloutConfig, ScheduleConfig
 from titan_opd.data import PromptStream
 from titan_opd.data.records import ScoredTrajectory
 from titan_opd.observe import PhaseClock
+from titan_opd.parallel import World
 from titan_opd.rollout import Recording, RolloutEngine
 from titan_opd.teacher import Scorer
 
@@ -23,6 +24,7 @@ class SyncSchedule:
         schedule: ScheduleConfig,
         rollout: RolloutConfig,
         clock: PhaseClock,
+        world: World,
     ) -> None:
         self.prompts = prompts
         self.engine = engine
@@ -31,10 +33,11 @@ class SyncSchedule:
         self._batch = schedule.batch
         self._sampling = rollout.sampling
         self._clock = clock
+        self._world = world
 
     def next_batch(self) -> list[ScoredTrajectory]:
-        """The next `schedule.batch` samples of the run, answered by the engine's current version and scored."""
-        samples = self.prompts.take(self._batch)
+        """This process's share of the next `schedule.batch` samples, answered by the current version and scored."""
+        samples = self._world.share(self.prompts.take(self._batch))
         with self._clock.phase("rollout"):
             trajectories = self.engine.generate(samples, self._sampling, self._recording)
         with self._clock.phase("score"):

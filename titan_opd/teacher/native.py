@@ -47,6 +47,7 @@ class NativeScorer:
         self._top_k = min(top_k, vocab_size)
         self._tokens_per_forward = tokens_per_forward
         self._logits_chunk_mb = logits_chunk_mb
+        self._device = decoder.lm_head_weight.device
 
     @torch.no_grad()
     def score(self, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
@@ -55,19 +56,17 @@ class NativeScorer:
         scored = list(unscored)
         plan = plan_microbatches(trajectories, self._tokens_per_forward, option="teacher.tokens_per_forward")
         for members in plan:
-            batch = pack_microbatch([unscored[i] for i in members])
+            batch = pack_microbatch([unscored[i] for i in members]).to(self._device)
             attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)
             hidden_TH = self.decoder(batch.input_ids, batch.positions, attention)
-            lengths = [len(trajectories[i].response_ids) for i in members]
-            hidden_NH = hidden_TH[batch.loss_positions]
-            for i, scores in zip(
-                members, self._score([trajectories[i] for i in members], hidden_NH, lengths), strict=True
-            ):
-                scored[i] = ScoredTrajectory(trajectories[i], scores)
+            scores = self._score([trajectories[i] for i in members], hidden_TH[batch.loss_positions])
+            for i, rows in zip(members, scores, strict=True):
+                scored[i] = ScoredTrajectory(trajectories[i], rows)
         return scored
 
-    def _score(self, trajectories: Sequence[Trajectory], hidden_NH: Tensor, lengths: list[int]) -> list[TeacherScores]:
+    def _score(self, trajectories: Sequence[Trajectory], hidden_NH: Tensor) -> list[TeacherScores]:
         """The scores of each trajectory from the hidden states of all their response tokens."""
+        lengths = [len(trajectory.response_ids) for trajectory in trajectories]
         projection = {
             "temperature": self.objective.temperature,
             "vocab_size": self.vocab_size,
@@ -80,7 +79,7 @@ class NativeScorer:
         if support == "teacher_topk":
             return _split(score_topk(hidden_NH, weight_VH, self._top_k, **projection), lengths)
         candidates = [_student_candidates(trajectory, support) for trajectory in trajectories]
-        ids_NK = torch.cat([ids for ids, _ in candidates])
+        ids_NK = torch.cat([ids for ids, _ in candidates]).to(self._device)
         scores = _split(score_ids(hidden_NH, weight_VH, ids_NK, **projection), lengths)
         return [
             replace(rows, behavior_logprobs=logprobs, behavior_support=trajectory.behavior_support)
@@ -100,7 +99,7 @@ def _student_candidates(trajectory: Trajectory, support: str) -> tuple[Tensor, T
 
 def _split(scores: TeacherScores, lengths: list[int]) -> list[TeacherScores]:
     """Scores of several trajectories, row after row, as one TeacherScores each."""
-    columns = (x.split(lengths) for x in (scores.ids, scores.logprobs, scores.tail_logprobs))
+    columns = (x.cpu().split(lengths) for x in (scores.ids, scores.logprobs, scores.tail_logprobs))
     return [
         TeacherScores(ids=ids, logprobs=logprobs, tail_logprobs=tail)
         for ids, logprobs, tail in zip(*columns, strict=True)

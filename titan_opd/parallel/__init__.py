@@ -1,0 +1,6 @@
+"""The trainer's processes and how the student is spread over them."""
+
+from titan_opd.parallel.fsdp import parallelize, reshard, whole_tensor
+from titan_opd.parallel.world import World, open_world
+
+__all__ = ["World", "open_world", "parallelize", "reshard", "whole_tensor"]

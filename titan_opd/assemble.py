@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from titan_opd import ops
-from titan_opd.checkpoint.folder import model_folder
+from titan_opd.checkpoint import model_folder
 from titan_opd.config import Config
 from titan_opd.config.objective import Objective
 from titan_opd.data import (
@@ -68,8 +69,13 @@ class Parts:
         return lines
 
 
-def assemble(config: Config, world: World) -> Parts:
+def assemble(config: Config, world: World, *, checkpoint: Path | None = None) -> Parts:
     """Read and build everything that `config` names.
+
+    Args:
+        config: what to build.
+        world: the processes that share it.
+        checkpoint: where the student's weights come from when a run goes on; None: from where `config` says.
 
     Raises:
         ValueError: a missing or broken file, a tokenizer that does not fit its model or the teacher's, prompts that
@@ -80,7 +86,7 @@ def assemble(config: Config, world: World) -> Parts:
     _check_world(config, world)
     tokenizer = load_tokenizer(config.student.tokenizer or str(model_folder(config.student.path)))
     vocab_size = num_tokens(tokenizer)
-    student = _student(config, world)
+    student = _student(config, world) if checkpoint is None else load_decoder(checkpoint, device=world.device)
     check_tokenizer(tokenizer, student.config.vocab_size, where=f"student.path = {config.student.path!r}")
     teacher = _teacher(config, tokenizer, world)
     stops = stop_ids(tokenizer, student.config.eos_token_ids, config.rollout.sampling.stop_ids)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_opd import __version__
+from titan_opd.errors import CheckpointError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"titan-opd {options.command}: error: {error}", file=sys.stderr)
         return 2
+    except CheckpointError as error:
+        print(f"titan-opd {options.command}: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"titan-opd {options.command}: interrupted", file=sys.stderr)
         return 130
@@ -36,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("train", help="train as a TOML file says", epilog=override)
     command.add_argument("config", help="TOML file; see train_configs/")
+    command.add_argument("--resume", action="store_true", help="go on with the run in run.directory")
     command.add_argument("--dry-run", action="store_true", help="check everything that can be checked, train nothing")
     command.set_defaults(run=_train)
 
@@ -74,7 +79,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from titan_opd.observe import print_tables
     from titan_opd.train import train
 
-    tables = train(config).tables()
+    tables = train(config, resume=options.resume).tables()
     if _is_main():
         print_tables(tables)
     return 0
@@ -100,8 +105,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 def _export(options: argparse.Namespace, _: list[str]) -> int:
     import torch
 
+    from titan_opd.checkpoint import pick_checkpoint
     from titan_opd.checkpoint.export import export_model
-    from titan_opd.checkpoint.folder import pick_checkpoint
 
     checkpoint = pick_checkpoint(Path(options.run_directory), options.step)
     export_model(checkpoint, Path(options.output), getattr(torch, options.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,13 @@ class DistillationModel(nn.Module):
         self.logits_chunk_mb = logits_chunk_mb
 
     def forward(
-        self, batch: PackedBatch, objective: Objective, *, num_tokens: int, current_version: int
+        self,
+        batch: PackedBatch,
+        objective: Objective,
+        *,
+        num_tokens: int,
+        current_version: int,
+        generator: torch.Generator | None = None,
     ) -> DistillationOutput:
         """The loss of one micro-batch, over the `num_tokens` trained tokens of the whole optimizer step."""
         attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)
@@ -49,6 +56,7 @@ class DistillationModel(nn.Module):
             current_version=current_version,
             vocab_size=self.vocab_size,
             logits_chunk_mb=self.logits_chunk_mb,
+            generator=generator,
         )
 
 
@@ -60,11 +68,19 @@ class Learner:
         objective: what is minimised.
         config: the optimizer's settings.
         num_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        seed: of what an objective draws (the student's sample of a dense `hybrid`).
         world: the processes.
     """
 
     def __init__(
-        self, model: DistillationModel, objective: Objective, config: OptimizerConfig, *, num_steps: int, world: World
+        self,
+        model: DistillationModel,
+        objective: Objective,
+        config: OptimizerConfig,
+        *,
+        num_steps: int,
+        seed: int,
+        world: World,
     ) -> None:
         self.model = model
         self.optimizer = build_optimizer(model.parameters(), config)
@@ -72,6 +88,7 @@ class Learner:
         self._objective = objective
         self._config = config
         self._num_steps = num_steps
+        self._seed = seed
         self._world = world
 
     def step(self, batches: Sequence[PackedBatch], *, current_version: int) -> dict[str, float]:
@@ -94,6 +111,9 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
+        # Made anew from the step's number, so that a resumed run draws what the uninterrupted one would have drawn.
+        entropy = np.random.SeedSequence([self._seed, self.steps_taken, self._world.rank])
+        generator = torch.Generator().manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         outputs = []
         for batch in equalize(batches, self._world):
             output = self.model(
@@ -101,6 +121,7 @@ class Learner:
                 self._objective,
                 num_tokens=max(num_tokens, 1),
                 current_version=current_version,
+                generator=generator,
             )
             output.loss.backward()
             outputs.append(output)

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.table import Table
-from transformers import PreTrainedTokenizerBase
 
-from titan_opd.checkpoint.folder import CHECKPOINTS, atomic_folder, remove_old_checkpoints
-from titan_opd.config import Config, dump_toml
-from titan_opd.evaluation import EvaluationResult, Evaluator
-from titan_opd.models import Decoder, save_checkpoint_files
-from titan_opd.observe import Display, MetricsWriter, PhaseClock, PhaseTimes, make_table, phase_table
+from titan_opd.checkpoint import checkpoint_steps, load_trainer, save_checkpoint
+from titan_opd.config import Config, changed_options, dump_toml, load_config
+from titan_opd.data.records import ScoredTrajectory
+from titan_opd.evaluation import Evaluator
+from titan_opd.learner import Learner
+from titan_opd.observe import Display, MetricsWriter, PhaseClock, PhaseTimes, make_table, phase_table, read_metrics
 from titan_opd.parallel import World
+from titan_opd.schedule import JOURNAL_FILE, Journal, TrainedSample
 from titan_opd.weights import named_weights
 
+if TYPE_CHECKING:
+    from titan_opd.assemble import Parts
+
 CONFIG_FILE = "config.toml"
+# What may differ between a run and its continuation, because it does not touch what is trained.
+FREE_OPTIONS = ("run.directory", "run.threads", "evaluation.", "checkpoint.", "observe.")
 
 
 @dataclass
 class RunSummary:
-    """The run's evaluations by step and its time by phase."""
+    """What a run found and where its time went.
 
-    config: Config
-    evaluations: dict[int, EvaluationResult] = field(default_factory=dict)
+    Attributes:
+        evaluations: the metrics of each evaluation, by step, from the run's beginning.
+        times: by phase, since the run's last start.
+    """
+
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
     @property
-    def before(self) -> EvaluationResult:
+    def before(self) -> dict[str, float]:
         return self.evaluations[min(self.evaluations)]
 
     @property
-    def after(self) -> EvaluationResult:
+    def after(self) -> dict[str, float]:
         return self.evaluations[max(self.evaluations)]
 
     def tables(self) -> list[Table]:
@@ -42,100 +54,152 @@ class RunSummary:
         return [*([self._evaluation_table()] if self.evaluations else []), phase_table(self.times)]
 
     def _evaluation_table(self) -> Table:
-        names = list(self.before.metrics())
+        names = list(self.before)
         rows = [
-            (f"after step {step}", *(f"{result.metrics()[name]:.4g}" for name in names))
-            for step, result in self.evaluations.items()
+            (f"after step {step}", *(f"{metrics[name]:.4g}" for name in names))
+            for step, metrics in self.evaluations.items()
         ]
         return make_table("Evaluation", ("", *names), rows)
 
 
 class Run:
-    """The folder of one run, its display and its clock: `config.toml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`.
+    """One run: its folder, its display, its clock, and where it stands.
 
-    Every process has one; the main process's writes and talks, the others' take part in what needs all of them.
+    The folder holds `config.toml`, `metrics.jsonl`, `journal.jsonl`, `tensorboard/` and `checkpoints/`. Every process
+    has a Run; the main process's writes and talks, the others' take part in what needs all of them.
+
+    Attributes:
+        step: steps that are done.
+        checkpoint: the folder that the run goes on from; None when it begins anew.
     """
 
-    def __init__(self, config: Config, world: World, clock: PhaseClock) -> None:
+    def __init__(self, config: Config, world: World, clock: PhaseClock, checkpoint: Path | None, step: int) -> None:
         self.path = Path(config.run.directory)
-        self.summary = RunSummary(config)
+        self.summary = RunSummary()
+        self.checkpoint = checkpoint
+        self.step = step
         self._config = config
         self._world = world
         self._clock = clock
         self._display: Display | None = None
         self._metrics: MetricsWriter | None = None
+        self._journal: Journal | None = None
 
     @classmethod
-    def create(cls, config: Config, world: World, clock: PhaseClock) -> Run:
-        """Claim `run.directory` and write the resolved configuration into it.
+    def open(cls, config: Config, world: World, clock: PhaseClock, *, resume: bool) -> Run:
+        """Claim `run.directory`, or go on with the run that is there from its newest checkpoint.
+
+        A run that was stopped before its first checkpoint begins anew.
 
         Raises:
-            ValueError: another run lives there.
+            ValueError: another run lives there and `resume` is False, or it was started with other settings.
         """
-        run = cls(config, world, clock)
-        if world.is_main:
-            if (run.path / CONFIG_FILE).exists():
-                raise ValueError(
-                    f"run.directory = {str(run.path)!r} already holds a run; name another folder "
-                    "(--run.directory NEW) or delete this one"
-                )
-            run.path.mkdir(parents=True, exist_ok=True)
-            (run.path / CONFIG_FILE).write_text(dump_toml(config))
-        return run
+        path = Path(config.run.directory)
+        known = (path / CONFIG_FILE).exists()
+        if known and not resume:
+            raise ValueError(
+                f"run.directory = {str(path)!r} already holds a run; go on with it by --resume, name another folder "
+                "(--run.directory NEW), or delete this one"
+            )
+        if known:
+            _check_unchanged(path / CONFIG_FILE, config)
+        world.barrier()  # all processes have looked before one writes
+        if not known and world.is_main:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / CONFIG_FILE).write_text(dump_toml(config))
+        step, checkpoint = max(checkpoint_steps(path).items(), default=(0, None))
+        return cls(config, world, clock, checkpoint, step)
 
     def __enter__(self) -> Run:
-        if self._world.is_main:
-            self._metrics = MetricsWriter(self.path, tensorboard=self._config.observe.tensorboard)
-            self._display = Display(self.path.name, self._config.training.steps, self._config.observe)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.summary.times += self._clock.take()
-        if self._display is not None:
-            self._display.close()
-            self._metrics.close()
+        for writer in (self._display, self._metrics, self._journal):
+            if writer is not None:
+                writer.close()
 
-    def announce(self, lines: Sequence[str]) -> None:
-        """Show lines that stay."""
-        if self._display is not None:
-            for line in lines:
-                self._display.message(line)
+    def begin(self, parts: Parts, learner: Learner) -> None:
+        """Put the state of the checkpoint back, if there is one, and open the logs where it left them."""
+        state = {"metrics_bytes": 0, "journal_bytes": 0}
+        if self.checkpoint is not None:
+            state = load_trainer(self.checkpoint, model=parts.model, optimizer=learner.optimizer)
+            parts.prompts.load_state_dict(state["prompts"])
+            learner.steps_taken = state["optimizer_steps"]
+            parts.engine.load_weights(named_weights(parts.student), self.step)
+        if not self._world.is_main:
+            return
+        if self.checkpoint is None:
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)  # of a start that reached no checkpoint
+        self._metrics = MetricsWriter(
+            self.path,
+            tensorboard=self._config.observe.tensorboard,
+            keep_bytes=state["metrics_bytes"],
+            resumed_step=self.step or None,
+        )
+        self._journal = Journal(self.path / JOURNAL_FILE, keep_bytes=state["journal_bytes"])
+        for record in read_metrics(self.path, "evaluation"):
+            hidden = ("step", "kind", "time")
+            self.summary.evaluations[record["step"]] = {k: v for k, v in record.items() if k not in hidden}
+        self._display = Display(self.path.name, self._config.training.steps, self._config.observe)
+        for line in parts.describe():
+            self._display.message(line)
+        if self.checkpoint is not None:
+            self._display.message(f"resumed from {self.checkpoint}")
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether something that happens `every` steps (0: only at the end) happens after `step`."""
         return step == self._config.training.steps or (every > 0 and step % every == 0)
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show the metrics of a step, with the time by phase since the last one."""
+    def record(self, scored: Sequence[ScoredTrajectory], metrics: Mapping[str, float]) -> None:
+        """The next step is done: write down what it trained (this process's `scored`), its metrics and its times."""
+        samples = self._world.gather([TrainedSample.of(one.trajectory) for one in scored])
         times = self._clock.take()
         self.summary.times += times
-        if self._display is not None:
-            self._metrics.write(step, "train", {**metrics, **times.metrics()})
-            self._display.step(step, metrics, times)
+        self.step += 1
+        if self._world.is_main:
+            self._journal.append(self.step, self.step - 1, [sample for share in samples for sample in share])
+            self._metrics.write(self.step, "train", {**metrics, **times.metrics()})
+            self._display.step(self.step, metrics, times)
 
-    def evaluate(self, step: int, evaluator: Evaluator | None) -> None:
-        """Evaluate the student as it is after `step` steps; nothing without evaluation prompts."""
+    def evaluate(self, evaluator: Evaluator | None) -> None:
+        """Evaluate the student as it is; nothing without evaluation prompts."""
         if evaluator is None:
             return
         with self._clock.phase("evaluate"):
-            result = evaluator.run(version=step)
-        self.summary.evaluations[step] = result
-        if self._display is not None:
-            self._metrics.write(step, "evaluation", result.metrics())
-            self._display.evaluation(step, result.accuracy, str(result))
+            result = evaluator.run(version=self.step)
+        self.summary.evaluations[self.step] = result.metrics()
+        if self._world.is_main:
+            self._metrics.write(self.step, "evaluation", result.metrics())
+            self._display.evaluation(self.step, result.accuracy, str(result))
 
-    def save(self, step: int, student: Decoder, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write a checkpoint in Hugging Face format, tokenizer included, and delete those beyond `checkpoint.keep`."""
+    def save(self, parts: Parts, learner: Learner) -> None:
+        """Write a checkpoint: one consistent cut at the end of the step."""
         with self._clock.phase("checkpoint"):
-            weights = named_weights(student)
-            if not self._world.is_main:
-                for _ in weights:  # takes part in the gathering
-                    pass
-                return
-            directory = self.path / CHECKPOINTS
-            with atomic_folder(directory / f"step-{step:06d}") as folder:
-                save_checkpoint_files(weights, student.config, folder)
-                tokenizer.save_pretrained(folder)
-            remove_old_checkpoints(directory, self._config.checkpoint.keep)
+            state = {"optimizer_steps": learner.steps_taken, "prompts": parts.prompts.state_dict()}
+            if self._world.is_main:
+                state |= {"metrics_bytes": self._metrics.sync(), "journal_bytes": self._journal.sync()}
+            save_checkpoint(
+                self.path,
+                self.step,
+                student=parts.student,
+                tokenizer=parts.tokenizer,
+                model=parts.model,
+                optimizer=learner.optimizer,
+                state=state,
+                keep=self._config.checkpoint.keep,
+                world=self._world,
+            )
+
+
+def _check_unchanged(file: Path, config: Config) -> None:
+    """Raise a ValueError when a run would go on with settings under which it could not equal the uninterrupted one."""
+    changed = [name for name in changed_options(load_config(file), config) if not name.startswith(FREE_OPTIONS)]
+    if changed:
+        raise ValueError(
+            f"cannot resume {file.parent}: {', '.join(changed)} differ from the run's {file.name}; resume with the "
+            f"same settings (only {', '.join(option.rstrip('.') for option in FREE_OPTIONS)} may change), or begin a "
+            f"new run with student.path = {str(file.parent)!r}"
+        )

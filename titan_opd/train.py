@@ -19,21 +19,27 @@ from titan_opd.schedule import SyncSchedule
 from titan_opd.weights import named_weights
 
 
-def train(config: Config) -> RunSummary:
+def train(config: Config, *, resume: bool = False) -> RunSummary:
     """Run a whole configuration and return what a person wants to know of it.
+
+    Args:
+        config: what to do.
+        resume: go on with the run in `run.directory` from its newest checkpoint; the result equals that of a run that
+            was never interrupted.
 
     Raises:
         ValueError: for whatever the user can mend: settings, files, tokenizers, a run folder in use.
+        CheckpointError: a checkpoint could not be written; those before it are intact.
     """
     clock = PhaseClock()
-    with open_world() as world, Run.create(config, world, clock) as run:
-        parts = assemble(config, world)
-        run.announce(parts.describe())
+    with open_world() as world, Run.open(config, world, clock, resume=resume) as run:
+        parts = assemble(config, world, checkpoint=run.checkpoint)
         learner = Learner(
             parts.model,
             config.objective,
             config.optimizer,
             num_steps=config.training.steps * config.schedule.minibatches,
+            seed=config.run.seed,
             world=world,
         )
         schedule = SyncSchedule(
@@ -46,9 +52,12 @@ def train(config: Config) -> RunSummary:
             clock=clock,
             world=world,
         )
-        run.evaluate(0, parts.evaluator)
-        for step in range(1, config.training.steps + 1):
-            version = parts.engine.policy_version
+        run.begin(parts, learner)
+        if run.step == 0:
+            run.evaluate(parts.evaluator)
+
+        while run.step < config.training.steps:
+            version = run.step
             scored = schedule.next_batch()
             # Contiguous parts, so that a sample's minibatch does not depend on the number of processes.
             size = len(scored) // config.schedule.minibatches
@@ -61,11 +70,11 @@ def train(config: Config) -> RunSummary:
             with clock.phase("weights"):
                 parts.engine.load_weights(named_weights(parts.student), version + 1)
 
-            run.record(step, metrics)
-            if run.is_due(step, config.evaluation.every):
-                run.evaluate(step, parts.evaluator)
-            if run.is_due(step, config.checkpoint.every):
-                run.save(step, parts.student, parts.tokenizer)
+            run.record(scored, metrics)
+            if run.is_due(run.step, config.evaluation.every):
+                run.evaluate(parts.evaluator)
+            if run.is_due(run.step, config.checkpoint.every):
+                run.save(parts, learner)
         return run.summary
 
 

@@ -1,0 +1,12 @@
+"""Checkpoints: atomic folders, exact resume, export."""
+
+from titan_opd.checkpoint.folder import checkpoint_steps, model_folder, pick_checkpoint
+from titan_opd.checkpoint.trainer import load_trainer, save_checkpoint
+
+__all__ = [
+    "checkpoint_steps",
+    "load_trainer",
+    "model_folder",
+    "pick_checkpoint",
+    "save_checkpoint",
+]

@@ -133,6 +133,18 @@ def _nested_section(section: type, table: str, place: str, key: str) -> type:
     return tables[table]
 
 
+def changed_options(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """The dotted names of the options in which two configurations (or two sections) differ."""
+    names = []
+    for field in dataclasses.fields(old):
+        before, after, name = getattr(old, field.name), getattr(new, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(before):
+            names += changed_options(before, after, f"{name}.")
+        elif before != after:
+            names.append(name)
+    return names
+
+
 def dump_toml(config: Config) -> str:
     """The resolved configuration as TOML, every option written out; `load_config` reads it back to an equal value."""
     return "\n".join(_dump_section(config, "")).strip() + "\n"

@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from titan_opd.observe.lines import LineFile, read_lines
+
+METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
     """Appends to `metrics.jsonl`, and to TensorBoard event files when asked.
 
     A line is `{"step": 12, "kind": "train", "time": <Unix seconds>, "<name>": <number>, ...}`; in TensorBoard the same
-    number has the tag `<kind>/<name>`. Each line is flushed, so that a killed run keeps what it has measured.
+    number has the tag `<kind>/<name>`.
+
+    Args:
+        directory: the run's folder.
+        tensorboard: whether to write event files under `directory`/tensorboard.
+        keep_bytes: cut `metrics.jsonl` to this length first, to go on from a checkpoint.
+        resumed_step: the checkpoint's step; TensorBoard hides what was written after it.
     """
 
-    def __init__(self, directory: Path, *, tensorboard: bool) -> None:
+    def __init__(
+        self, directory: Path, *, tensorboard: bool, keep_bytes: int = 0, resumed_step: int | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / "metrics.jsonl").open("a")
+        self._lines = LineFile(directory / METRICS_FILE, keep_bytes=keep_bytes)
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(directory / "tensorboard"))
+            purge_step = None if resumed_step is None else resumed_step + 1
+            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
+
+    def sync(self) -> int:
+        """Bring `metrics.jsonl` onto the disk; returns its length in bytes, which is what a checkpoint notes."""
+        return self._lines.sync()
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Record `values` of optimizer step or version `step`; texts go to the JSON line only."""
-        record = {"step": step, "kind": kind, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._lines.write_line({"step": step, "kind": kind, "time": round(time.time(), 3), **values})
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
         if self._board is not None:
             self._board.close()
 
 
 def read_metrics(directory: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl`, all or those of one kind."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [record for record in records if kind is None or record["kind"] == kind]
+    return [record for record in read_lines(directory / METRICS_FILE) if kind is None or record["kind"] == kind]

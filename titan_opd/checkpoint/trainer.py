@@ -1,0 +1,134 @@
+"""One consistent cut of a run at the end of a step: everything that the next step depends on.
+
+A checkpoint is a folder in Hugging Face format, which any tool can load, with a folder `trainer/` in it:
+
+    config.json, model.safetensors, tokenizer    the student, float32
+    trainer/                                     the optimizer's state, sharded (torch's distributed checkpoint)
+    trainer/state.json                           where the stream of prompts, the counters and the logs stand
+
+There is no random state to save: every draw of a run is a function of the run's seed and of what it is drawn for
+(a sample's number and position, an epoch, an optimizer step), not of a generator's history.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from titan_opd.checkpoint.folder import (
+    atomic_folder,
+    checkpoint_folder,
+    checkpoint_steps,
+    partial_folder,
+    remove_old_checkpoints,
+)
+from titan_opd.errors import CheckpointError
+from titan_opd.models import Decoder, save_checkpoint_files
+from titan_opd.parallel import World
+from titan_opd.weights import named_weights
+
+TRAINER = "trainer"
+STATE_FILE = "state.json"
+_OPTIMIZER = "optimizer"
+
+
+def save_checkpoint(
+    run_directory: Path,
+    step: int,
+    *,
+    student: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    world: World,
+) -> None:
+    """Write the checkpoint of `step` together with the other processes, then delete those beyond the newest `keep`.
+
+    Args:
+        run_directory: the run's folder, the same file system for all processes.
+        student: the decoder in `model`.
+        optimizer: of `model`'s parameters.
+        state: whatever else the next step depends on, as JSON.
+
+    Raises:
+        CheckpointError: in all processes, when one could not write (a full disk, a lost mount).
+    """
+    final = checkpoint_folder(run_directory, step)
+
+    def write_extras() -> None:
+        if world.is_main:
+            tokenizer.save_pretrained(folder)
+            (folder / TRAINER / STATE_FILE).write_text(json.dumps(state))
+
+    try:
+        with atomic_folder(final) if world.is_main else nullcontext(partial_folder(final)) as folder:
+            _together(world, lambda: _save_student(student, folder, world))
+            _together(world, lambda: dcp.save(_optimizer_state(model, optimizer), checkpoint_id=folder / TRAINER))
+            _together(world, write_extras)
+    except (CheckpointError, OSError) as error:
+        previous = list(checkpoint_steps(run_directory).values())[-1:]
+        intact = f"{previous[0]} is intact" if previous else "there is no earlier one"
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written to {final.parent} ({error}); {intact}. "
+            "Make room, then go on with --resume"
+        ) from error
+    world.barrier()  # until the main process has given the folder its name
+    if world.is_main:
+        remove_old_checkpoints(run_directory, keep)
+
+
+def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Put the optimizer's state back, in place, whatever the number of processes then and now; returns `state`.
+
+    Raises:
+        ValueError: the checkpoint has no trainer state, or a damaged one.
+    """
+    try:
+        state = json.loads((checkpoint / TRAINER / STATE_FILE).read_text())
+        optimizer_state = _optimizer_state(model, optimizer)
+        dcp.load(optimizer_state, checkpoint_id=checkpoint / TRAINER)
+    except (OSError, ValueError, CheckpointException) as error:
+        raise ValueError(
+            f"cannot resume from {checkpoint}: its trainer state is missing or damaged ({error}); delete that folder "
+            "to resume from the checkpoint before it"
+        ) from error
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=optimizer_state[_OPTIMIZER])
+    return state
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {_OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+
+
+def _save_student(student: Decoder, folder: Path, world: World) -> None:
+    weights = named_weights(student)
+    try:
+        if world.is_main:
+            save_checkpoint_files(weights, student.config, folder)
+    finally:
+        for _ in weights:  # the other processes' part, and the main one's after an error: gathering the rest
+            pass
+
+
+def _together(world: World, action: Callable[[], None]) -> None:
+    """Run `action` in all processes; when it fails in one, it fails in all, instead of leaving the others waiting."""
+    error = None
+    try:
+        action()
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    errors = [text for text in world.gather(error) if text]
+    if errors:
+        raise CheckpointError(errors[0])

@@ -6,6 +6,7 @@ Shape suffixes: N rows (response tokens), V vocabulary (or this rank's shard of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,32 +182,26 @@ def _attach_gradients(
     grad_hidden = output.grad_hidden
     if grad_hidden is not None and len(active) < len(hidden):
         grad_hidden = grad_hidden.new_zeros(hidden.shape).index_copy(0, active, grad_hidden)
-    return _LossWithGradients.apply(loss, hidden, lm_head_weight, grad_hidden, output.grad_weight)
+    return _LossWithGradients.apply(loss, hidden, lm_head_weight, (grad_hidden, output.grad_weight))
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """A scalar whose gradients are known: backward scales them by the upstream gradient."""
+    """A scalar whose gradients are known. Backward scales them in place and hands them over, so that none is copied."""
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        loss: Tensor,
-        hidden: Tensor,
-        lm_head_weight: Tensor,
-        grad_hidden: Tensor | None,
-        grad_weight: Tensor | None,
+        ctx: Any, loss: Tensor, hidden: Tensor, lm_head_weight: Tensor, gradients: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            None,
-            None if grad_hidden is None else grad_hidden * upstream,
-            None if grad_weight is None else grad_weight * upstream,
-            None,
-            None,
-        )
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "a second backward through a distillation loss; its gradients were handed over by the first: "
+                "call distillation_loss again"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, *(None if grad is None else grad.mul_(upstream) for grad in gradients), None

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from titan_opd.losses.logit_gradient import row_blocks
 from titan_opd.losses.metrics import RowMetrics
 from titan_opd.losses.rows import RowValues
 from titan_opd.losses.scores import TeacherScores
@@ -105,26 +106,33 @@ class _GradientSums:
     def __init__(self, inputs: HeadInputs, *, for_hidden: bool, for_weight: bool) -> None:
         self._inputs = inputs
         self.hidden = torch.empty_like(inputs.hidden) if for_hidden else None
-        self.weight = inputs.coefficients.new_zeros(inputs.shard.weight.shape) if for_weight else None
-        # A narrow product is rounded once a chunk before it is added in float32, except where CUDA can do without.
-        self._product = torch.empty_like(inputs.shard.weight) if for_weight and self._narrow else None
-
-    @property
-    def _narrow(self) -> bool:
-        return self._inputs.hidden.dtype != self._inputs.coefficients.dtype
+        self.weight = inputs.coefficients.new_empty(inputs.shard.weight.shape) if for_weight else None
+        self._is_first = True
+        # A bfloat16 product of one chunk is rounded once, and then summed over chunks in float32.
+        is_narrow = inputs.hidden.dtype != inputs.coefficients.dtype
+        self._product_VH = torch.empty_like(inputs.shard.weight) if for_weight and is_narrow else None
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
         hidden_CH, scale = self._inputs.hidden[rows], 1 / self._inputs.temperature
         if self.hidden is not None:
             out_CH = self.hidden[rows]
             torch.addmm(out_CH, grad_CV, self._inputs.shard.weight, beta=0, alpha=scale, out=out_CH)
-        if self.weight is None:
+        if self.weight is not None:
+            self._add_weight(grad_CV, hidden_CH, scale)
+        self._is_first = False
+
+    def _add_weight(self, grad_CV: Tensor, hidden_CH: Tensor, scale: float) -> None:
+        if self._product_VH is None:
+            beta = 0 if self._is_first else 1  # at 0 what is in the sum is not read
+            torch.addmm(self.weight, grad_CV.T, hidden_CH, beta=beta, alpha=scale, out=self.weight)
             return
-        if self._narrow:
-            torch.mm(grad_CV.T, hidden_CH, out=self._product)
-            self.weight.add_(self._product, alpha=scale)
-        else:
-            self.weight.addmm_(grad_CV.T, hidden_CH, alpha=scale)
+        torch.addmm(self._product_VH, grad_CV.T, hidden_CH, beta=0, alpha=scale, out=self._product_VH)
+        if self._is_first:
+            self.weight.copy_(self._product_VH)
+            return
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        for rows in row_blocks(len(self.weight), row_bytes, self.weight.device):  # mixed dtypes make a copy of a block
+            self.weight[rows] += self._product_VH[rows]
 
     def finish_hidden(self) -> Tensor | None:
         """[N, H] the whole gradient: each rank's columns contributed a part."""

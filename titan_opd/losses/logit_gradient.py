@@ -33,9 +33,9 @@ class Partials(NamedTuple):
 
 
 def row_blocks(num_rows: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows whose float32 (or float64) copies are of a size that elementwise passes like."""
+    """Slices of rows whose float32 (or float64) copies are of a size that elementwise passes like; at least one."""
     block_rows = max(1, _BLOCK_BYTES.get(device.type, _BLOCK_BYTES["cuda"]) // max(1, row_bytes))
-    for first in range(0, num_rows, block_rows):
+    for first in range(0, max(num_rows, 1), block_rows):
         yield slice(first, min(first + block_rows, num_rows))
 
 
@@ -46,30 +46,36 @@ def write_logit_gradient(
 
     Args:
         buffer_CV: [C, V + 1], the shard's logits and one column of scratch.
-        ids_CK: the candidates, padded with ids below 0; with a tail they are unique.
+        ids_CK: the candidates, padded with ids below 0.
         stats: of these logits and candidates, over the whole vocabulary.
         partials: of the loss.
         shard: where the columns belong.
     """
     # exp(z - L) is exp(z - max) / sum_exp: subtracting a rounded L would cost a peaked row its normalisation. Outside
     # the candidates both exponentials are one, exp(z - tail_max), which is at most 1 and exact however little mass the
-    # tail has. The candidates' own elements are then written over, not corrected: correcting would subtract numbers of
-    # the size of exp(z - t), which are huge when the tail is tiny.
+    # tail has. The candidates' own elements are written over it, not corrected for it: a correction would subtract
+    # numbers of the size of exp(z - t), which are huge when the tail is tiny.
     shift_C, scale_C = stats.max, partials.lse / stats.sum_exp
+    own_CK = scale_C[:, None] * (stats.candidates - stats.max[:, None]).exp()
     if partials.tail is not None:
         has_tail_C = stats.tail_sum_exp > 0
         shift_C = torch.where(has_tail_C, stats.tail_max, stats.max)
         tail_scale_C = partials.tail / stats.tail_sum_exp + scale_C * (stats.tail_max - stats.max).exp()
-        scale_C, own_scale_C = torch.where(has_tail_C, tail_scale_C, scale_C), scale_C
-        own_CK = own_scale_C[:, None] * (stats.candidates - stats.max[:, None]).exp()
+        scale_C = torch.where(has_tail_C, tail_scale_C, scale_C)
     columns_CK = shard.columns(ids_CK)
-    num_rows, width = buffer_CV.shape
-    for rows in row_blocks(num_rows, width * shift_C.element_size(), buffer_CV.device):
-        block_BV = buffer_CV[rows].to(shift_C.dtype)
-        block_BV.sub_(shift_C[rows, None]).exp_().mul_(scale_C[rows, None])
-        if partials.tail is not None:
-            block_BV.scatter_(1, columns_CK[rows], own_CK[rows])
-        block_BV.scatter_add_(1, columns_CK[rows], partials.candidates[rows])
-        block_BV[:, shard.num_columns :] = 0
-        if block_BV.dtype != buffer_CV.dtype:
-            buffer_CV[rows] = block_BV
+    num_rows, num_columns = len(buffer_CV), buffer_CV.shape[1] - 1
+    for rows in row_blocks(num_rows, num_columns * shift_C.element_size(), buffer_CV.device):
+        logits_BV = buffer_CV[rows, :num_columns]
+        wide_BV = logits_BV.to(shift_C.dtype)  # the logits themselves, unless they are narrower
+        wide_BV.sub_(shift_C[rows, None]).exp_().mul_(scale_C[rows, None])
+        if wide_BV is not logits_BV:
+            logits_BV.copy_(wide_BV)
+        own_BK = own_CK[rows] + _sum_of_equals(partials.candidates[rows], columns_CK[rows])
+        buffer_CV[rows].scatter_(1, columns_CK[rows], own_BK.to(buffer_CV.dtype))
+        logits_BV[:, shard.num_columns :] = 0
+
+
+def _sum_of_equals(values_BK: Tensor, columns_BK: Tensor) -> Tensor:
+    """[B, K] for each candidate the sum of the values of all candidates with the same column."""
+    equal_BKK = columns_BK[:, :, None] == columns_BK[:, None, :]
+    return torch.where(equal_BKK, values_BK[:, None, :], 0).sum(-1)

@@ -1,0 +1,218 @@
+"""The optimizer step, in float64, against plain PyTorch: full logits, autograd, AdamW written out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import transformers
+
+from tests.helpers.tiny_models import make_tiny_checkpoint
+from tests.helpers.trajectories import make_trajectories
+from titan_opd.config import Objective
+from titan_opd.config.schema import OptimizerConfig
+from titan_opd.data import pack
+from titan_opd.learner import DistillationModel, Learner
+from titan_opd.losses.reference import reference_per_token
+from titan_opd.models import load_decoder
+from titan_opd.optimizer import learning_rate
+from titan_opd.parallel import open_world
+from titan_opd.teacher import LabelScorer, NativeScorer
+
+VOCAB_SIZE = 95  # of 101 rows: the rest is padding
+NUM_STEPS = 4
+OPTIMIZER = OptimizerConfig(
+    # A large eps: with a small one AdamW's first steps make a step of full size out of the rounding of a gradient of 0,
+    # and transformers rounds its norms and rotary angles to float32.
+    learning_rate=3e-3,
+    eps=1e-3,
+    weight_decay=0.1,
+    max_grad_norm=0.1,
+    warmup_steps=1,
+    decay="linear",
+)
+OBJECTIVES = {
+    "forward_kl": Objective(kind="forward_kl", temperature=0.8),
+    "reverse_kl": Objective(kind="reverse_kl"),
+    "policy_gradient": Objective(kind="policy_gradient"),
+    "cross_entropy": Objective(kind="cross_entropy"),
+    "jsd": Objective(kind="jsd", support="dense"),
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    with open_world() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def student_path(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("student"), "llama", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def teacher_path(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("teacher"), "qwen3", seed=1)
+
+
+def make_scored(objective, teacher_path, count=12, seed=0):
+    trajectories = make_trajectories(count, vocab_size=VOCAB_SIZE, num_samples=3, top_k=6, seed=seed)
+    if objective.kind == "cross_entropy":
+        return LabelScorer().score(trajectories)
+    teacher = load_decoder(teacher_path, dtype=torch.float64)
+    settings = {"vocab_size": VOCAB_SIZE, "top_k": 7, "tokens_per_forward": 64, "logits_chunk_mb": 1.0}
+    return NativeScorer(teacher, objective, **settings).score(trajectories)
+
+
+def make_learner(path, objective, world, optimizer=OPTIMIZER):
+    decoder = load_decoder(path, dtype=torch.float64)
+    model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=0.005)  # 6 rows of logits a chunk
+    return Learner(model, objective, optimizer, num_steps=NUM_STEPS, seed=0, world=world)
+
+
+def weights(learner):
+    return {name: value.detach().clone() for name, value in learner.model.decoder.named_parameters()}
+
+
+def assert_same(left, right, atol=1e-9):
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], atol=atol, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class PlainTrainer:
+    """The definition: one unpadded sequence at a time, mean over all tokens, clipped, AdamW."""
+
+    def __init__(self, path, objective):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path).double()
+        self.model.get_input_embeddings().padding_idx = None  # it would keep the gradient of reading token 0 back
+        self.objective = objective
+        self.first = {name: torch.zeros_like(value) for name, value in self.model.named_parameters()}
+        self.second = {name: torch.zeros_like(value) for name, value in self.model.named_parameters()}
+        self.steps = 0
+
+    def values(self, one):
+        """[N] each token's loss."""
+        prompt_ids, response_ids = one.trajectory.prompt.token_ids, one.trajectory.response_ids
+        logits = self.model(torch.cat([prompt_ids, response_ids])[None]).logits[0, len(prompt_ids) - 1 : -1]
+        scores, teacher_logits = one.scores, None
+        if self.objective.support == "dense":
+            teacher_logits = (scores.hidden @ scores.lm_head_weight.T)[:, :VOCAB_SIZE]
+        return reference_per_token(logits[:, :VOCAB_SIZE], self.objective, scores, teacher_logits_NV=teacher_logits)
+
+    def step(self, scored):
+        values = torch.cat([self.values(one) for one in scored])
+        gradients = torch.autograd.grad(values.mean(), list(self.model.parameters()))
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        rate = learning_rate(self.steps, NUM_STEPS, OPTIMIZER)
+        self.steps += 1
+        with torch.no_grad():
+            for (name, parameter), gradient in zip(self.model.named_parameters(), gradients, strict=True):
+                self._adamw(name, parameter, gradient * min(1.0, OPTIMIZER.max_grad_norm / norm), rate)
+        return values.mean().item(), norm.item()
+
+    def _adamw(self, name, parameter, gradient, rate):
+        beta1, beta2 = OPTIMIZER.betas
+        if parameter.ndim > 1:
+            parameter.mul_(1 - rate * OPTIMIZER.weight_decay)
+        self.first[name].lerp_(gradient, 1 - beta1)
+        self.second[name].lerp_(gradient**2, 1 - beta2)
+        first = self.first[name] / (1 - beta1**self.steps)
+        second = self.second[name] / (1 - beta2**self.steps)
+        parameter.sub_(rate * first / (second.sqrt() + OPTIMIZER.eps))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_steps_equal_plain_pytorch_however_the_batch_is_cut(name, student_path, teacher_path, world):
+    objective = OBJECTIVES[name]
+    plain = PlainTrainer(student_path, objective)
+    whole, parts = (make_learner(student_path, objective, world) for _ in range(2))
+    for step in range(NUM_STEPS):
+        scored = make_scored(objective, teacher_path, seed=step)
+        one_batch, many_batches = pack(scored, 10_000), pack(scored, 30)
+        assert len(one_batch) == 1
+        assert len(many_batches) > 3
+        metrics = whole.step(one_batch, current_version=0)
+        metrics_of_parts = parts.step(many_batches, current_version=0)
+        loss, norm = plain.step(scored)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, abs=1e-6)
+        assert metrics["tokens"] == sum(len(one.trajectory.response_ids) for one in scored)
+        assert metrics["learning_rate"] == learning_rate(step, NUM_STEPS, OPTIMIZER)
+        metrics.pop("effective_sample_share", None), metrics_of_parts.pop("effective_sample_share", None)
+        assert metrics == pytest.approx(metrics_of_parts, abs=1e-9)
+    assert norm > OPTIMIZER.max_grad_norm, "the clip has to bind for this test to see it"
+    assert_same(weights(whole), weights(parts))
+    assert_same(weights(whole), dict(plain.model.named_parameters()), atol=1e-6)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e3])
+def test_a_clip_that_does_not_bind_changes_nothing(max_grad_norm, student_path, teacher_path, world):
+    scored = make_scored(OBJECTIVES["forward_kl"], teacher_path)
+    results = []
+    for bound in (max_grad_norm, 1e9):
+        optimizer = dataclasses.replace(OPTIMIZER, max_grad_norm=bound)
+        learner = make_learner(student_path, OBJECTIVES["forward_kl"], world, optimizer)
+        learner.step(pack(scored, 40), current_version=0)
+        results.append(weights(learner))
+    assert_same(*results, atol=0)
+
+
+def test_tokens_of_weight_0_train_nothing_and_count_nowhere(student_path, teacher_path, world):
+    """Masking whole answers, in whole micro-batches or within one, is leaving them out."""
+    objective = OBJECTIVES["forward_kl"]
+    scored = make_scored(objective, teacher_path)
+    kept, masked = scored[:5], scored[5:]
+
+    def with_weights(batch, value):
+        return dataclasses.replace(batch, token_weights=torch.full_like(batch.token_weights, value))
+
+    separate = [*pack(kept, 10_000), *[with_weights(batch, 0.0) for batch in pack(masked, 30)]]
+    (mixed,) = pack(scored, 10_000)
+    num_kept = sum(len(one.trajectory.response_ids) for one in kept)
+    mixed.token_weights[num_kept:] = 0
+
+    expected_learner = make_learner(student_path, objective, world)
+    expected = expected_learner.step(pack(kept, 10_000), current_version=0)
+    for batches in (separate, [mixed], separate[::-1]):
+        learner = make_learner(student_path, objective, world)
+        assert learner.step(batches, current_version=0) == pytest.approx(expected, abs=1e-9)
+        assert_same(weights(learner), weights(expected_learner))
+
+
+def test_a_step_without_any_token_has_no_gradient(student_path, teacher_path, world):
+    learner = make_learner(
+        student_path, OBJECTIVES["forward_kl"], world, dataclasses.replace(OPTIMIZER, weight_decay=0.0)
+    )
+    before = weights(learner)
+    (batch,) = pack(make_scored(OBJECTIVES["forward_kl"], teacher_path), 10_000)
+    metrics = learner.step(
+        [dataclasses.replace(batch, token_weights=torch.zeros_like(batch.token_weights))], current_version=0
+    )
+    assert (metrics["loss"], metrics["grad_norm"], metrics["tokens"]) == (0, 0, 0)
+    assert all(value == value for value in metrics.values()), "a metric is NaN"
+    assert_same(weights(learner), before, atol=0)
+
+
+def test_weights_scale_a_tokens_share_but_not_the_denominator(student_path, teacher_path, world):
+    objective = OBJECTIVES["cross_entropy"]
+    (batch,) = pack(make_scored(objective, teacher_path), 10_000)
+    losses = []
+    for factor in (1.0, 0.5):
+        scaled = dataclasses.replace(batch, token_weights=batch.token_weights * factor)
+        losses.append(make_learner(student_path, objective, world).step([scaled], current_version=0)["loss"])
+    assert losses[1] == pytest.approx(0.5 * losses[0])
+
+
+def test_stale_tokens_are_discounted_by_the_versions_they_are_behind(student_path, teacher_path, world):
+    objective = Objective(kind="cross_entropy", staleness_discount=0.5)
+    (batch,) = pack(make_scored(objective, teacher_path), 10_000)
+    losses = [
+        make_learner(student_path, objective, world).step([batch], current_version=version)["loss"]
+        for version in (0, 1, 3)
+    ]
+    assert losses == pytest.approx([losses[0], losses[0] / 2, losses[0] / 8])
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses))

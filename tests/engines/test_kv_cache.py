@@ -1,3 +1,5 @@
+"""The KV cache as the decoder's attention."""
+
 from __future__ import annotations
 
 import pytest

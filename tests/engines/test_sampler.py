@@ -129,11 +129,13 @@ def test_logprobs_are_of_the_distribution_sampled_from(logits, temperature, top_
     )
 
 
-def test_logprobs_are_accurate_on_a_large_vocabulary():
-    logits = 5 * torch.randn(8, 50_000, generator=torch.Generator().manual_seed(0))
-    draws = draw(logits, recording=Recording(num_samples=16))
-    expected = logits.double().log_softmax(dim=-1).gather(1, draws.sampled_ids)
-    assert (draws.sampled_logprobs.double() - expected).abs().max() < 1e-6
+@pytest.mark.parametrize("offset", [0.0, 1000.0])  # float32 steps at 1000 are 6e-5
+def test_logprobs_are_accurate_on_a_large_vocabulary(offset):
+    logits = offset + 5 * torch.randn(8, 50_000, generator=torch.Generator().manual_seed(0))
+    draws = draw(logits, recording=Recording(num_samples=16, top_k=16))
+    expected = logits.double().log_softmax(dim=-1)
+    assert (draws.sampled_logprobs.double() - expected.gather(1, draws.sampled_ids)).abs().max() < 1e-6
+    assert (draws.topk_logprobs.double() - expected.gather(1, draws.topk_ids)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(

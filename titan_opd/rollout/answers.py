@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.data.records import Sample, Trajectory
-from titan_opd.rollout.engine import RECORD_NOTHING, Recording
+from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 
 
 class AnswersEngine:
@@ -54,9 +54,3 @@ class AnswersEngine:
         """
         check_version(self.policy_version, version)
         self.policy_version = version
-
-
-def check_version(current: int, new: int) -> None:
-    """Raise a ValueError when a policy version would fall."""
-    if new < current:
-        raise ValueError(f"weights of policy version {new} offered to an engine at version {current}; it never falls")

@@ -49,3 +49,9 @@ class RolloutEngine(Protocol):
             named_tensors: Hugging Face names and tensors, each parameter exactly once.
             version: the version that these weights are; not below `policy_version`.
         """
+
+
+def check_version(current: int, new: int) -> None:
+    """Raise a ValueError when a policy version would fall."""
+    if new < current:
+        raise ValueError(f"weights of policy version {new} offered to an engine at version {current}; it never falls")

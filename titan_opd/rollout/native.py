@@ -16,8 +16,7 @@ from torch import Tensor
 from titan_opd.config.schema import RolloutConfig, SamplingConfig
 from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import Decoder
-from titan_opd.rollout.answers import check_version
-from titan_opd.rollout.engine import RECORD_NOTHING, Recording
+from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 from titan_opd.rollout.kv_cache import KVCache, StepAttention
 from titan_opd.rollout.running import RunningBatch
 from titan_opd.rollout.sampler import Sampler

@@ -108,7 +108,9 @@ class Sampler:
         if self._recording.top_k:
             topk_ids_RK = most_likely(logits_RV, self._recording.top_k)
             stats = gather_stats(logits_RV, topk_ids_RK)
-            draws = draws._replace(topk_ids=topk_ids_RK, topk_logprobs=stats.candidates - stats.lse[:, None])
+            # Not candidates - lse: where logits are large, adding the maximum to the logarithm would round it away.
+            topk_logprobs_RK = (stats.candidates - stats.max[:, None]) - stats.sum_exp.log()[:, None]
+            draws = draws._replace(topk_ids=topk_ids_RK, topk_logprobs=topk_logprobs_RK)
         return draws
 
     def _draws(self, ids_Rm: Tensor, logprobs_Rm: Tensor) -> Draws:

@@ -174,9 +174,18 @@ def test_extreme_ids_are_nobodys(isa):
     torch.testing.assert_close(stats.tail_lse, stats.lse, rtol=0, atol=0)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @per_kernel
-def test_many_rows_share_no_state(isa):
-    """Rows of one call run on several threads and reuse scratch memory: each row must equal its own call."""
+@pytest.mark.usefixtures("two_threads")
+def test_rows_share_no_state(isa):
+    """Rows of one call run on several threads and reuse scratch memory: each must equal its own call."""
     torch.manual_seed(0)
     logits_RV = torch.randn(300, 1000)
     ids_RK = torch.randint(-1, 1000, (300, 20))

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from titan_opd.checkpoint import checkpoint_steps, load_trainer, save_checkpoint
+from titan_opd.checkpoint import (
+    checkpoint_steps,
+    load_trainer,
+    model_folder,
+    remove_remains,
+    save_checkpoint,
+    write_file,
+)
 from titan_opd.config import Config, changed_options, dump_toml, load_config
 from titan_opd.data.records import ScoredTrajectory
+from titan_opd.errors import writing
 from titan_opd.evaluation import Evaluator
 from titan_opd.learner import Learner
 from titan_opd.observe import Display, MetricsWriter, PhaseClock, PhaseTimes, make_table, phase_table, read_metrics
@@ -87,15 +96,24 @@ class Run:
 
     @classmethod
     def open(cls, config: Config, world: World, clock: PhaseClock, *, resume: bool) -> Run:
-        """Claim `run.directory`, or go on with the run that is there from its newest checkpoint.
+        """A new run in `run.directory`, or the one that is there from its newest checkpoint.
 
-        A run that was stopped before its first checkpoint begins anew.
+        A run that was stopped before its first checkpoint begins anew. Nothing is written before `begin`, so that a
+        mistake in the settings that shows while the parts are built leaves no folder behind.
 
         Raises:
             ValueError: another run lives there and `resume` is False, or it was started with other settings.
         """
         path = Path(config.run.directory)
+        if config.teacher.path:  # the run that it may name can go on and get newer checkpoints: keep today's
+            teacher = replace(config.teacher, path=str(model_folder(config.teacher.path)))
+            config = replace(config, teacher=teacher)
         known = (path / CONFIG_FILE).exists()
+        if not known and checkpoint_steps(path):
+            raise ValueError(
+                f"run.directory = {str(path)!r} holds checkpoints but no {CONFIG_FILE} that tells what they belong to; "
+                "put it back, or name another folder (--run.directory NEW)"
+            )
         if known and not resume:
             raise ValueError(
                 f"run.directory = {str(path)!r} already holds a run; go on with it by --resume, name another folder "
@@ -104,9 +122,6 @@ class Run:
         if known:
             _check_unchanged(path / CONFIG_FILE, config)
         world.barrier()  # all processes have looked before one writes
-        if not known and world.is_main:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / CONFIG_FILE).write_text(dump_toml(config))
         step, checkpoint = max(checkpoint_steps(path).items(), default=(0, None))
         return cls(config, world, clock, checkpoint, step)
 
@@ -119,10 +134,12 @@ class Run:
         self.summary.times += self._clock.take()
         for writer in (self._display, self._metrics, self._journal):
             if writer is not None:
-                writer.close()
+                # On a full disk closing fails too; what failed first is what the person must read.
+                with nullcontext() if error is None else suppress(OSError):
+                    writer.close()
 
     def begin(self, parts: Parts, learner: Learner) -> None:
-        """Put the state of the checkpoint back, if there is one, and open the logs where it left them."""
+        """Claim the folder, put the state of a checkpoint back and open the logs where it left them."""
         state = {"metrics_bytes": 0, "journal_bytes": 0}
         if self.checkpoint is not None:
             state = load_trainer(self.checkpoint, model=parts.model, optimizer=learner.optimizer)
@@ -131,15 +148,22 @@ class Run:
             parts.engine.load_weights(named_weights(parts.student), self.step)
         if not self._world.is_main:
             return
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        # First, because it locks the file: a process of this run that is still going on must not lose its own.
+        self._journal = Journal(self.path / JOURNAL_FILE, keep_bytes=state["journal_bytes"])
+        remove_remains(self.path)
         if self.checkpoint is None:
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)  # of a start that reached no checkpoint
+        if not (self.path / CONFIG_FILE).exists():
+            with writing(self.path):
+                write_file(self.path / CONFIG_FILE, dump_toml(self._config))
         self._metrics = MetricsWriter(
             self.path,
             tensorboard=self._config.observe.tensorboard,
             keep_bytes=state["metrics_bytes"],
             resumed_step=self.step or None,
         )
-        self._journal = Journal(self.path / JOURNAL_FILE, keep_bytes=state["journal_bytes"])
         for record in read_metrics(self.path, "evaluation"):
             hidden = ("step", "kind", "time")
             self.summary.evaluations[record["step"]] = {k: v for k, v in record.items() if k not in hidden}

@@ -9,6 +9,7 @@ def check_config(config: Config) -> None:
     """Raise a ValueError that names the contradicting options and the ways out."""
     _check_teacher(config)
     _check_answers(config)
+    _check_candidates(config)
     _check_temperature(config)
     _check_data(config)
 
@@ -44,6 +45,39 @@ def _check_answers(config: Config) -> None:
         raise ValueError(
             f"schedule.samples_per_prompt = {config.schedule.samples_per_prompt} would repeat the one expert response "
             "of each prompt (rollout.engine = 'answers'); set it to 1"
+        )
+
+
+def _check_candidates(config: Config) -> None:
+    """The tokens that the objective compares must be what the engine or the teacher brings."""
+    objective, sampling = config.objective, config.rollout.sampling
+    if objective.kind == "mc_forward_kl":
+        raise ValueError(
+            "objective.kind = 'mc_forward_kl' needs samples that the teacher drew, and no teacher draws any; choose "
+            "'forward_kl', which sums over the teacher's most likely tokens"
+        )
+    if objective.kind == "hybrid" and (config.rollout.engine, objective.support) != ("answers", "dense"):
+        raise ValueError(
+            f"objective.kind = 'hybrid' weighs an expert's tokens against the student's at the same places, so "
+            f"rollout.engine = {config.rollout.engine!r} with objective.support = {objective.support!r} cannot serve; "
+            "set rollout.engine = 'answers' and objective.support = 'dense'"
+        )
+    if objective.correction == "decoupled":
+        raise ValueError(
+            "objective.correction = 'decoupled' tells the policy that wrote from the one that a batch started with; "
+            "with schedule.mode = 'sync' they are the same, choose 'ppo_clip'"
+        )
+    if objective.support != "student_topk":
+        return
+    if sampling.temperature == 0:
+        raise ValueError(
+            "rollout.sampling.temperature = 0 leaves the student one token a position, and objective.support = "
+            "'student_topk' compares several; raise the temperature"
+        )
+    if objective.kind == "policy_gradient" and sampling.truncated:
+        raise ValueError(
+            f"rollout.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} cut tokens off that the objective's "
+            "support 'student_topk' goes on to weigh; set top_k = 0 and top_p = 1.0, or objective.support = 'sampled'"
         )
 
 

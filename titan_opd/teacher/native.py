@@ -75,7 +75,7 @@ class NativeScorer:
         weight_VH = self.decoder.lm_head_weight
         support = self.objective.support
         if support == "dense":
-            return [TeacherScores(hidden=rows, lm_head_weight=weight_VH) for rows in hidden_NH.split(lengths)]
+            return self._dense_scores(trajectories, hidden_NH.split(lengths))
         if support == "teacher_topk":
             return _split(score_topk(hidden_NH, weight_VH, self._top_k, **projection), lengths)
         candidates = [_student_candidates(trajectory, support) for trajectory in trajectories]
@@ -84,6 +84,18 @@ class NativeScorer:
         return [
             replace(rows, behavior_logprobs=logprobs, behavior_support=trajectory.behavior_support)
             for rows, (_, logprobs), trajectory in zip(scores, candidates, trajectories, strict=True)
+        ]
+
+    def _dense_scores(self, trajectories: Sequence[Trajectory], hidden: Sequence[Tensor]) -> list[TeacherScores]:
+        """Hidden states, from which the loss computes logits anew; for a hybrid the expert's tokens too."""
+        is_hybrid = self.objective.kind == "hybrid"
+        return [
+            TeacherScores(
+                hidden=rows_NH,
+                lm_head_weight=self.decoder.lm_head_weight,
+                labels=trajectory.response_ids if is_hybrid else None,
+            )
+            for rows_NH, trajectory in zip(hidden, trajectories, strict=True)
         ]
 
 

@@ -4,30 +4,69 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from titan_opd import __version__
-from titan_opd.errors import CheckpointError
+from titan_opd.errors import StorageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 for what the user can mend, 130 after an interrupt."""
+    """Run one command.
+
+    Returns:
+        The exit status: 0; 2 for what the user can mend in the settings; 1 when something could not be written; 130
+        after Ctrl-C and 143 after SIGTERM.
+    """
     options, overrides = _parser().parse_known_args(arguments)
     if overrides and not hasattr(options, "config"):
         _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
-        return options.run(options, overrides)
+        with _sigterm_raises():
+            return options.run(options, overrides)
     except ValueError as error:
         print(f"titan-opd {options.command}: error: {error}", file=sys.stderr)
         return 2
-    except CheckpointError as error:
-        print(f"titan-opd {options.command}: error: {error}", file=sys.stderr)
+    except StorageError as error:
+        if _is_main():  # the processes fail together, with the same words
+            print(f"titan-opd {options.command}: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"titan-opd {options.command}: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        if _is_main():
+            resume = "; the same command with --resume goes on from the newest checkpoint"
+            print(
+                f"titan-opd {options.command}: interrupted{resume if options.command == 'train' else ''}",
+                file=sys.stderr,
+            )
+        return 128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has come: a scheduler or torchrun ends the run."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, in the process that talks to the person.
+
+    The others die of it at once: a handler would wait until a collective returns, and without the main process it
+    never does.
+    """
+
+    def handler(*_: object) -> None:
+        raise _Terminated
+
+    if not _is_main():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _parser() -> argparse.ArgumentParser:

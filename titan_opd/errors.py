@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; what there was before is as it was."""
+
+class StorageError(RuntimeError):
+    """Something could not be written: a full disk, a lost mount. The checkpoints that were complete still are."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, which writes to `path`, into a StorageError that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {path} ({error}); make room or mend what is named there, then go on with --resume"
+        ) from error

@@ -59,8 +59,9 @@ class RunSummary:
         return self.evaluations[max(self.evaluations)]
 
     def tables(self) -> list[Table]:
-        """The final tables: what was learned, and where the time went."""
-        return [*([self._evaluation_table()] if self.evaluations else []), phase_table(self.times)]
+        """The final tables: what was learned, and where the time went (of a finished run that is resumed, nowhere)."""
+        learned = [self._evaluation_table()] if self.evaluations else []
+        return learned + ([phase_table(self.times)] if self.times.seconds else [])
 
     def _evaluation_table(self) -> Table:
         names = list(self.before)

@@ -29,7 +29,7 @@ def train(config: Config, *, resume: bool = False) -> RunSummary:
 
     Raises:
         ValueError: for whatever the user can mend: settings, files, tokenizers, a run folder in use.
-        CheckpointError: a checkpoint could not be written; those before it are intact.
+        StorageError: a checkpoint or a log could not be written; the checkpoints before it are intact.
     """
     clock = PhaseClock()
     with open_world() as world, Run.open(config, world, clock, resume=resume) as run:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints, within the run's folder
 _NAME = re.compile(r"step-(\d+)")
+_PARTIAL, _DELETED = ".partial", ".deleted"  # what follows the name of a folder that is not whole yet, or any more
 
 
 def checkpoint_folder(run_directory: Path, step: int) -> Path:
@@ -51,32 +52,54 @@ def model_folder(path: str) -> Path:
 
 def partial_folder(final: Path) -> Path:
     """Where a folder is written before it takes its name."""
-    return final.with_name(final.name + ".partial")
+    return final.with_name(final.name + _PARTIAL)
+
+
+def start_folder(final: Path) -> Path:
+    """An empty `partial_folder(final)`; what a killed predecessor left there is removed."""
+    assert not final.exists(), f"{final} exists"
+    partial = partial_folder(final)
+    discard_folder(final)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def finish_folder(final: Path) -> None:
+    """Give a partial folder its name. By then its files are on the disk, not only in the system's cache."""
+    partial = partial_folder(final)
+    for path in [*partial.rglob("*"), partial]:
+        flush(path)
+    partial.rename(final)
+    flush(final.parent)
+
+
+def discard_folder(final: Path) -> None:
+    """Remove a partial folder, as far as that can be done."""
+    shutil.rmtree(partial_folder(final), ignore_errors=True)
 
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder beside `final` that takes its name when the block ends without an error.
-
-    By then its files are on the disk, not only in the system's cache. What a killed predecessor left under the
-    temporary name is removed first; on an error nothing is left behind.
-    """
-    assert not final.exists(), f"{final} exists"
-    temporary = partial_folder(final)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    """A temporary folder beside `final` that takes its name when the block ends; after an error nothing is left."""
     try:
-        yield temporary
-        for path in [*temporary.rglob("*"), temporary]:
-            _flush(path)
-        temporary.rename(final)
-        _flush(final.parent)
+        yield start_folder(final)
+        finish_folder(final)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard_folder(final)
         raise
 
 
-def _flush(path: Path) -> None:
+def write_file(path: Path, text: str) -> None:
+    """Write a text file that is there whole or not at all, whenever the process is killed."""
+    partial = partial_folder(path)
+    partial.write_text(text)
+    flush(partial)
+    partial.replace(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,12 +108,21 @@ def _flush(path: Path) -> None:
 
 
 def remove_old_checkpoints(run_directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints, and what a killed deletion or save left.
+    """Delete all but the newest `keep` complete checkpoints, and what killed processes left.
 
     A checkpoint loses its name before it loses its files: half a checkpoint never looks like a whole one.
     """
     for path in list(checkpoint_steps(run_directory).values())[:-keep]:
-        path.rename(path.with_name(path.name + ".deleted"))
-    for pattern in ("*.deleted", "*.partial"):
-        for path in (run_directory / CHECKPOINTS).glob(pattern):
-            shutil.rmtree(path)
+        path.rename(path.with_name(path.name + _DELETED))
+    remove_remains(run_directory)
+
+
+def remove_remains(run_directory: Path) -> None:
+    """Delete what a killed save or a killed deletion left.
+
+    A file that resists (network file systems keep those that somebody reads) is left to the next call: a run does not
+    die of it.
+    """
+    for suffix in (_PARTIAL, _DELETED):
+        for path in (run_directory / CHECKPOINTS).glob(f"step-*{suffix}"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,16 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from titan_opd.checkpoint.folder import (
-    atomic_folder,
     checkpoint_folder,
     checkpoint_steps,
+    discard_folder,
+    finish_folder,
+    flush,
     partial_folder,
     remove_old_checkpoints,
+    start_folder,
 )
-from titan_opd.errors import CheckpointError
+from titan_opd.errors import StorageError
 from titan_opd.models import Decoder, save_checkpoint_files
 from titan_opd.parallel import World
 from titan_opd.weights import named_weights
@@ -63,30 +65,36 @@ def save_checkpoint(
         state: whatever else the next step depends on, as JSON.
 
     Raises:
-        CheckpointError: in all processes, when one could not write (a full disk, a lost mount).
+        StorageError: in all processes, when one could not write (a full disk, a lost mount).
     """
     final = checkpoint_folder(run_directory, step)
+    folder = partial_folder(final)
 
-    def write_extras() -> None:
-        if world.is_main:
-            tokenizer.save_pretrained(folder)
-            (folder / TRAINER / STATE_FILE).write_text(json.dumps(state))
+    def finish() -> None:
+        tokenizer.save_pretrained(folder)
+        (folder / TRAINER / STATE_FILE).write_text(json.dumps(state))
+        flush(run_directory)  # the names of the logs and of the folder of checkpoints
+        finish_folder(final)
 
     try:
-        with atomic_folder(final) if world.is_main else nullcontext(partial_folder(final)) as folder:
-            _together(world, lambda: _save_student(student, folder, world))
-            _together(world, lambda: dcp.save(_optimizer_state(model, optimizer), checkpoint_id=folder / TRAINER))
-            _together(world, write_extras)
-    except (CheckpointError, OSError) as error:
-        previous = list(checkpoint_steps(run_directory).values())[-1:]
-        intact = f"{previous[0]} is intact" if previous else "there is no earlier one"
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {final.parent} ({error}); {intact}. "
-            "Make room, then go on with --resume"
-        ) from error
-    world.barrier()  # until the main process has given the folder its name
-    if world.is_main:
-        remove_old_checkpoints(run_directory, keep)
+        _main_alone(world, lambda: start_folder(final))
+        _together(world, lambda: _save_student(student, folder, world))
+        _together(world, lambda: dcp.save(_optimizer_state(model, optimizer), checkpoint_id=folder / TRAINER))
+        _main_alone(world, finish)
+    except BaseException as error:
+        if world.is_main:
+            discard_folder(final)
+        if isinstance(error, StorageError):
+            raise StorageError(_not_written(run_directory, step, error)) from error
+        raise
+    _main_alone(world, lambda: remove_old_checkpoints(run_directory, keep))
+
+
+def _not_written(run_directory: Path, step: int, error: StorageError) -> str:
+    earlier = [path for earlier, path in checkpoint_steps(run_directory).items() if earlier < step]
+    intact = f"{earlier[-1]} is intact" if earlier else "there is no earlier one"
+    final = checkpoint_folder(run_directory, step)
+    return f"{final} could not be written ({error}); {intact}. Make room, then go on with --resume"
 
 
 def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -101,8 +109,8 @@ def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) ->
         dcp.load(optimizer_state, checkpoint_id=checkpoint / TRAINER)
     except (OSError, ValueError, CheckpointException) as error:
         raise ValueError(
-            f"cannot resume from {checkpoint}: its trainer state is missing or damaged ({error}); delete that folder "
-            "to resume from the checkpoint before it"
+            f"cannot resume from {checkpoint}: its trainer state is missing or damaged ({_describe(error)}); delete "
+            "that folder to go on from the checkpoint before it, or from the beginning when there is none"
         ) from error
     set_optimizer_state_dict(model, optimizer, optim_state_dict=optimizer_state[_OPTIMIZER])
     return state
@@ -122,13 +130,35 @@ def _save_student(student: Decoder, folder: Path, world: World) -> None:
             pass
 
 
-def _together(world: World, action: Callable[[], None]) -> None:
-    """Run `action` in all processes; when it fails in one, it fails in all, instead of leaving the others waiting."""
-    error = None
+def _main_alone(world: World, action: Callable[[], object]) -> None:
+    """Run `action` in the main process while the others wait for it; when it fails, it fails in all."""
+    _together(world, action if world.is_main else lambda: None)
+
+
+def _together(world: World, action: Callable[[], object]) -> None:
+    """Run `action` in all processes; when it fails in one, it fails in all, instead of leaving the others waiting.
+
+    Raises:
+        StorageError: with the first failure.
+    """
+    failure = None
     try:
         action()
-    except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    errors = [text for text in world.gather(error) if text]
-    if errors:
-        raise CheckpointError(errors[0])
+    except (Exception, CheckpointException) as error:
+        failure = _describe(error)
+    failures = [text for text in world.gather(failure) if text]
+    if failures:
+        raise StorageError(failures[0])
+
+
+def _describe(error: Exception | CheckpointException) -> str:
+    """The error in one line. torch's CheckpointException wraps that of some process, with tracebacks, in all of them.
+
+    It is no Exception, and wraps interrupts too: those are raised again.
+    """
+    if isinstance(error, CheckpointException):
+        cause, _ = next(iter(error.failures.values()))
+        if not isinstance(cause, Exception):
+            raise cause
+        return _describe(cause)
+    return f"{type(error).__name__}: {error}"

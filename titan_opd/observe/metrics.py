@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_opd.errors import writing
 from titan_opd.observe.lines import LineFile, read_lines
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,22 +30,29 @@ class MetricsWriter:
         self, directory: Path, *, tensorboard: bool, keep_bytes: int = 0, resumed_step: int | None = None
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self._board_path = directory / "tensorboard"
         self._lines = LineFile(directory / METRICS_FILE, keep_bytes=keep_bytes)
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             purge_step = None if resumed_step is None else resumed_step + 1
-            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
+            with writing(self._board_path):
+                self._board = SummaryWriter(str(self._board_path), purge_step=purge_step)
 
     def sync(self) -> int:
-        """Bring `metrics.jsonl` onto the disk; returns its length in bytes, which is what a checkpoint notes."""
+        """Bring everything onto the disk; returns the bytes of `metrics.jsonl`, which is what a checkpoint notes."""
+        if self._board is not None:
+            with writing(self._board_path):
+                self._board.flush()  # it writes in a thread of its own, which does not survive a kill
         return self._lines.sync()
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Record `values` of optimizer step or version `step`; texts go to the JSON line only."""
         self._lines.write_line({"step": step, "kind": kind, "time": round(time.time(), 3), **values})
-        if self._board is not None:
+        if self._board is None:
+            return
+        with writing(self._board_path):
             for name, value in values.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)

@@ -93,7 +93,13 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     train_prompts, eval_prompts = load_prompts(config.data, tokenizer, stops)
     writer = _writer(config, student, stops, vocab_size, world)
     model = DistillationModel(student, vocab_size=vocab_size, logits_chunk_mb=config.training.logits_chunk_mb)
-    parallelize(model, student, world)
+    parallelize(
+        model,
+        student,
+        world,
+        compute_dtype=getattr(torch, config.training.compute_dtype),
+        recompute_activations=config.training.recompute_activations,
+    )
 
     evaluator = None
     if eval_prompts:
@@ -153,13 +159,13 @@ def _teacher(config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -
     path = model_folder(config.teacher.path)
     teacher_tokenizer = load_tokenizer(str(path))
     compare_tokenizers(tokenizer, teacher_tokenizer)
-    teacher = load_decoder(path, device=world.device)
+    teacher = load_decoder(path, dtype=getattr(torch, config.teacher.dtype), device=world.device)
     check_tokenizer(teacher_tokenizer, teacher.config.vocab_size, where=f"teacher.path = {config.teacher.path!r}")
     return teacher
 
 
 def _writer(config: Config, student: Decoder, stops: Sequence[int], vocab_size: int, world: World) -> NativeEngine:
-    decoder = Decoder(student.config).to(world.device)
+    decoder = Decoder(student.config).to(world.device, getattr(torch, config.rollout.dtype))
     decoder.load_state_dict(student.state_dict())
     return NativeEngine(
         decoder.requires_grad_(False),

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from titan_opd.config.objective import Objective
 from titan_opd.config.options import check_section, option
 
+DTYPES = ("float32", "bfloat16")
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -50,6 +52,7 @@ class TeacherConfig:
     path: str = option(
         "", "folder in Hugging Face format, or a run's folder: its newest checkpoint; it has the student's tokenizer"
     )
+    dtype: str = option("float32", "of the teacher's weights and products", choices=DTYPES)
     top_k: int = option(64, "candidates a token for the support 'teacher_topk'", minimum=1, maximum=256)
     tokens_per_forward: int = option(8192, "most packed tokens in one forward pass of the scorer", minimum=1)
 
@@ -85,6 +88,7 @@ class RolloutConfig:
         "'native': the student writes; 'answers': the data's own expert responses are used",
         choices=("native", "answers"),
     )
+    dtype: str = option("float32", "of the engine's copy of the weights and its products", choices=DTYPES)
     sampling: SamplingConfig = option(SamplingConfig, "how the student's tokens are drawn")
     max_concurrent: int = option(64, "answers written at the same time; each holds a row of the KV cache", minimum=1)
     num_samples: int = option(
@@ -179,6 +183,14 @@ class TrainingConfig:
 
     steps: int = option(doc="batches to train on; the policy version rises once a batch", minimum=1)
     tokens_per_microbatch: int = option(8192, "packed tokens, prompts included, in one forward-backward", minimum=1)
+    compute_dtype: str = option(
+        "float32",
+        "of the student's layers while training; weights, gradients and optimizer stay float32",
+        choices=DTYPES,
+    )
+    recompute_activations: bool = option(
+        False, "keep only each layer's input for the backward pass: less memory, a third more computation"
+    )
     logits_chunk_mb: float = option(
         256.0, "memory of one chunk of logits in the loss head and the scorer, MiB", above=0
     )

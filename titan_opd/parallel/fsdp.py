@@ -18,8 +18,8 @@ def parallelize(
     decoder: Decoder,
     world: World,
     *,
-    compute_dtype: torch.dtype = torch.float32,
-    recompute_activations: bool = False,
+    compute_dtype: torch.dtype,
+    recompute_activations: bool,
 ) -> None:
     """Make `model`, in place, one whose parameters are sharded over `world`.
 
@@ -34,9 +34,10 @@ def parallelize(
     if recompute_activations:
         apply_activation_checkpointing(decoder)
     layer_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in decoder.model.layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=layer_policy)
-    # Outside the layers parameters stay float32: autograd casts a gradient to its parameter's type, and the loss head's
+    *layers, last_layer = decoder.model.layers
+    for group in (*layers, [last_layer, decoder.model.norm]):
+        fully_shard(group, mesh=world.mesh, mp_policy=layer_policy)
+    # The embedding and the output projection stay float32: autograd casts a gradient to its parameter's type, and the loss head's
     # float32 gradient of the vocabulary matrix must reach the reduction as it is. The head casts the matrix itself.
     fully_shard(model, mesh=world.mesh, mp_policy=MixedPrecisionPolicy())
     for module in fsdp_modules(model):

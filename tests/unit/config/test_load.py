@@ -1,12 +1,14 @@
 """The configuration: read, overridden, refused with a message that helps, printed and read back."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_opd.config import Config, dump_toml, load_config
+from titan_opd.config.document import document
 from titan_opd.config.options import field_types
 
 SMALLEST = """
@@ -175,3 +177,15 @@ def test_every_option_is_documented():
                 yield from undocumented(kind, f"{prefix}{field.name}.")
 
     assert list(undocumented(Config, "")) == []
+
+
+def test_the_table_of_options_is_that_of_the_schema():
+    file = Path(__file__).parents[3] / "train_configs" / "OPTIONS.md"
+    assert file.read_text() == document(), "run: python -m titan_opd.config.document > train_configs/OPTIONS.md"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[3] / "train_configs").rglob("*.toml")), ids=lambda path: path.name
+)
+def test_each_configuration_that_is_shipped_can_be_read(path):
+    assert load_config(path).training.steps > 0

@@ -93,8 +93,10 @@ def test_wrong_arguments():
         scene.loss(vocab_size=20, policy_versions=torch.zeros(6, dtype=torch.int32), current_version=0)
     with pytest.raises(ValueError, match="select the rows of response tokens"):
         scene.loss(hidden=scene.hidden[None])
-    with pytest.raises(ValueError, match="token_weights"):
+    with pytest.raises(ValueError, match=r"token_weights must be \[N\] with N = 6"):
         replace(scene, token_weights=torch.ones(5)).loss()
+    with pytest.raises(ValueError, match="row 1: token_weights is not finite"):
+        replace(build_scene(Objective("forward_kl")), token_weights=torch.tensor([1, torch.nan, 1, 1, 1, 1])).loss()
     hybrid = build_scene(Objective("hybrid"))
     with pytest.raises(ValueError, match="2 columns"):
         hybrid.with_scores(ids=hybrid.scores.ids[:, :1], logprobs=hybrid.scores.logprobs[:, :1]).loss()
@@ -112,8 +114,8 @@ def spoil(tensor, row, value):
         (Objective("forward_kl"), "ids", 7, "row 3.*same id twice"),
         (Objective("policy_gradient", support="student_topk"), "ids", 7, "row 3.*same id twice"),
         (Objective("forward_kl"), "ids", 19, r"row 3.*outside 0 \.\. 18"),
-        (Objective("mc_forward_kl"), "ids", -1, "row 3.*mark padding in valid"),
-        (Objective("forward_kl"), "logprobs", torch.nan, "row 3.*logprobs has NaN"),
+        (Objective("mc_forward_kl"), "ids", -1, "row 3.*mark padding"),
+        (Objective("forward_kl"), "logprobs", torch.nan, "row 3.*TeacherScores.logprobs is NaN"),
         (Objective("forward_kl"), "logprobs", 0.7, "row 3.*above 0"),
         (Objective("forward_kl"), "tail_logprobs", torch.nan, "row 3.*tail_logprobs"),
         (Objective("policy_gradient"), "behavior_logprobs", -torch.inf, "row 3.*behavior_logprobs.*finite"),

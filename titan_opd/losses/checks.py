@@ -5,7 +5,7 @@ Shape suffixes: N rows, K candidates a row, M tokens that truncated sampling kep
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -63,29 +63,35 @@ def check_shapes(
                 + (f", correction = {objective.correction!r}" if objective.correction else "")
                 + f" needs {', '.join(needed_fields(objective))}"
             )
-    shape_of_ids = tuple(scores.ids.shape) if scores.ids is not None else None
     for name in usable_fields(objective):
         value = getattr(scores, name)
-        if value is None or name == "lm_head_weight":
-            continue
-        if name == "ids":
-            fits = value.dim() == 2 and len(value) == num_rows and value.shape[1] > 0
-            expected = f"[{num_rows}, K]"
-        elif name in ("hidden", "behavior_support"):
-            fits, expected = value.dim() == 2 and len(value) == num_rows, f"[{num_rows}, ...]"
-        elif name in ("tail_logprobs", "labels"):
-            fits, expected = value.shape == (num_rows,), f"[{num_rows}]"
-        else:
-            fits, expected = value.shape == shape_of_ids, f"{list(shape_of_ids)} like ids"
-        if not fits:
-            raise ValueError(
-                f"TeacherScores.{name} must be {expected}, one row per response token, got {list(value.shape)}"
-            )
-        _check_dtype(name, value)
+        if value is not None and name != "lm_head_weight":
+            _check_rows(name, value, num_rows, scores.ids)
+            _check_dtype(name, value)
+    if objective.support == "dense" and scores.hidden.shape[1:] != scores.lm_head_weight.shape[1:]:
+        raise ValueError(
+            f"TeacherScores.hidden and lm_head_weight must be [N, H] and [V, H] of one model, got "
+            f"{list(scores.hidden.shape)} and {list(scores.lm_head_weight.shape)}"
+        )
     if objective.kind == "hybrid" and objective.support == "sampled" and scores.ids.shape[1] != 2:
         raise ValueError(
             f"TeacherScores.ids must have 2 columns for 'hybrid', the expert's token and the student's sample, got "
             f"{scores.ids.shape[1]}"
+        )
+
+
+def _check_rows(name: str, value: Tensor, num_rows: int, ids_NK: Tensor | None) -> None:
+    if name in ("tail_logprobs", "labels"):
+        fits, expected = value.shape == (num_rows,), f"[{num_rows}]"
+    elif name == "ids":
+        fits, expected = value.dim() == 2 and len(value) == num_rows and value.shape[1] > 0, f"[{num_rows}, K]"
+    elif name in ("hidden", "behavior_support"):
+        fits, expected = value.dim() == 2 and len(value) == num_rows, f"[{num_rows}, ...]"
+    else:
+        fits, expected = value.shape == ids_NK.shape, f"{list(ids_NK.shape)} like ids"
+    if not fits:
+        raise ValueError(
+            f"TeacherScores.{name} must be {expected}, one row per response token, got {list(value.shape)}"
         )
 
 
@@ -101,77 +107,85 @@ def _check_dtype(name: str, value: Tensor) -> None:
 
 
 def check_values(
-    objective: Objective, scores: TeacherScores, row_numbers: Tensor, vocab_size: int, staleness_N: Tensor | None
+    objective: Objective,
+    scores: TeacherScores,
+    weights_N: Tensor,
+    staleness_N: Tensor | None,
+    *,
+    vocab_size: int,
+    row_numbers_N: Tensor,
 ) -> None:
     """Raise a ValueError for values that cannot be right in the rows that count. One synchronisation with the host.
 
     Args:
         objective: what is minimised.
         scores: of the rows that count, with the fields that the objective uses.
-        row_numbers: [N], which rows of the caller's these are, for messages.
-        vocab_size: ids must be below it.
+        weights_N: [N], of these rows.
         staleness_N: [N], versions behind; None when no discount is asked for.
+        vocab_size: ids must be below it.
+        row_numbers_N: [N], which rows of the caller's these are, for messages.
     """
-    problems: list[tuple[str, Tensor]] = []  # message, [N] bool
-
-    def report(bad: Tensor, message: str) -> None:
-        problems.append((message, bad if bad.dim() == 1 else bad.any(-1)))
-
+    problems = [("token_weights is not finite", ~weights_N.isfinite())]  # message, [N] bool
+    if staleness_N is not None:
+        problems.append(("policy_versions is above current_version; no token is of the future", staleness_N < 0))
     if scores.ids is not None:
-        valid_NK = valid_candidates(scores)
-        report(
-            valid_NK & ((scores.ids < 0) | (scores.ids >= vocab_size)),
-            f"ids has an id outside 0 .. {vocab_size - 1}; mark padding in valid, and compare the tokenizers",
-        )
-        if objective.support in TOP_K_SUPPORTS:
-            report(_has_duplicates(valid_ids(scores)), "ids has the same id twice; a support is a set of tokens")
-        if scores.behavior_support is not None:
-            report(
-                valid_NK & ~_contains(scores.behavior_support, scores.ids),
-                "ids has a sample that behavior_support lacks; pass every id that truncated sampling kept",
-            )
-        _check_logprobs(scores, valid_NK, report)
+        problems += _problems_of_candidates(objective, scores, vocab_size)
     if scores.tail_logprobs is not None:
         tail_N = scores.tail_logprobs
-        report(tail_N.isnan() | (tail_N > _SLACK), "tail_logprobs is NaN or above 0; it is the log of a mass")
+        is_bad_N = tail_N.isnan() | (tail_N > _SLACK)
+        problems.append(("TeacherScores.tail_logprobs is NaN or above 0; it is the log of a mass", is_bad_N))
     if scores.labels is not None:
-        report(
-            (scores.labels < 0) | (scores.labels >= vocab_size),
-            f"labels has an id outside 0 .. {vocab_size - 1}; give such rows the weight 0, and compare the tokenizers",
+        message = f"TeacherScores.labels is outside 0 .. {vocab_size - 1}; give padding the weight 0"
+        problems.append((message, (scores.labels < 0) | (scores.labels >= vocab_size)))
+    _raise_first(problems, row_numbers_N)
+
+
+def _problems_of_candidates(
+    objective: Objective, scores: TeacherScores, vocab_size: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Messages and the rows [N] that they would be about."""
+    valid_NK, kept_NM = valid_candidates(scores), scores.behavior_support
+    outside_NK = valid_NK & ((scores.ids < 0) | (scores.ids >= vocab_size))
+    yield (
+        f"TeacherScores.ids is outside 0 .. {vocab_size - 1}; mark padding in `valid`, compare the tokenizers",
+        outside_NK.any(-1),
+    )
+    if objective.support in TOP_K_SUPPORTS:
+        twice_N = _has_duplicates(valid_ids(scores))
+        yield "TeacherScores.ids has the same id twice; a support is a set of tokens", twice_N
+    if kept_NM is not None:
+        yield (
+            f"TeacherScores.behavior_support is above {vocab_size - 1}; compare the tokenizers",
+            (kept_NM >= vocab_size).any(-1),
         )
-    if staleness_N is not None:
-        report(staleness_N < 0, "policy_versions has a version above current_version; a token cannot be of the future")
-    _raise_first(problems, row_numbers)
-
-
-def _check_logprobs(scores: TeacherScores, valid_NK: Tensor, report: Callable[[Tensor, str], None]) -> None:
-    logprobs_NK = scores.logprobs
-    report(
-        valid_NK & (logprobs_NK.isnan() | (logprobs_NK > _SLACK)),
-        "logprobs has NaN or a value above 0; pass natural-log probabilities over the whole vocabulary",
+        lacks_NK = valid_NK & ~_contains(kept_NM, scores.ids)
+        yield (
+            "TeacherScores.behavior_support lacks a sample of `ids`; pass every id that truncated sampling kept",
+            lacks_NK.any(-1),
+        )
+    wrong_NK = valid_NK & (scores.logprobs.isnan() | (scores.logprobs > _SLACK))
+    yield (
+        "TeacherScores.logprobs is NaN or above 0; pass natural logarithms over the whole vocabulary",
+        wrong_NK.any(-1),
     )
     for name in ("behavior_logprobs", "proximal_logprobs"):
         values_NK = getattr(scores, name)
         if values_NK is not None:
-            report(
-                valid_NK & ~(values_NK.isfinite() & (values_NK <= _SLACK)),
-                f"{name} has a value that is not finite or above 0; a sampled token has a positive probability",
-            )
+            wrong_NK = valid_NK & ~(values_NK.isfinite() & (values_NK <= _SLACK))
+            yield f"TeacherScores.{name} is not finite or above 0; what was sampled had a probability", wrong_NK.any(-1)
 
 
-def _raise_first(problems: list[tuple[str, Tensor]], row_numbers: Tensor) -> None:
-    if not problems or not len(row_numbers):
-        return
-    found = torch.stack([bad_N.any() for _, bad_N in problems]).tolist()
-    for (message, bad_N), is_found in zip(problems, found, strict=True):
+def _raise_first(problems: list[tuple[str, Tensor]], row_numbers_N: Tensor) -> None:
+    found = torch.stack([rows_N.any() for _, rows_N in problems]).tolist()
+    for (message, rows_N), is_found in zip(problems, found, strict=True):
         if is_found:
-            raise ValueError(f"row {int(row_numbers[bad_N][0])} of TeacherScores: {message}")
+            raise ValueError(f"row {int(row_numbers_N[rows_N][0])}: {message}")
 
 
 def _has_duplicates(ids_NK: Tensor) -> Tensor:
-    """[N, K - 1] where two ids of a row are the same, padding aside."""
+    """[N] whether two ids of a row are the same, padding aside."""
     sorted_NK = ids_NK.sort(-1).values
-    return (sorted_NK[:, 1:] == sorted_NK[:, :-1]) & (sorted_NK[:, 1:] >= 0)
+    return ((sorted_NK[:, 1:] == sorted_NK[:, :-1]) & (sorted_NK[:, 1:] >= 0)).any(-1)
 
 
 def _contains(sets_NM: Tensor, ids_NK: Tensor) -> Tensor:

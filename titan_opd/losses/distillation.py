@@ -95,7 +95,7 @@ def distillation_loss(
         weights = weights * objective.staleness_discount ** staleness.to(sum_dtype)
 
     shard = VocabShard.create(lm_head_weight, product_dtype(hidden), vocab_size, tp_group)
-    check_values(objective, active_scores, active, shard.vocab_size, staleness)
+    check_values(objective, active_scores, weights, staleness, vocab_size=shard.vocab_size, row_numbers_N=active)
     teacher = None
     if objective.support == "dense":
         teacher = TeacherLogits.create(active_scores, objective.temperature, vocab_size, beside=shard)

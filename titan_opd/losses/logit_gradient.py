@@ -46,7 +46,7 @@ def write_logit_gradient(
 
     Args:
         buffer_CV: [C, V + 1], the shard's logits and one column of scratch.
-        ids_CK: the candidates, padded with ids below 0.
+        ids_CK: the candidates, padded with ids below 0; unique if the loss uses the tail.
         stats: of these logits and candidates, over the whole vocabulary.
         partials: of the loss.
         shard: where the columns belong.
@@ -56,26 +56,21 @@ def write_logit_gradient(
     # tail has. The candidates' own elements are written over it, not corrected for it: a correction would subtract
     # numbers of the size of exp(z - t), which are huge when the tail is tiny.
     shift_C, scale_C = stats.max, partials.lse / stats.sum_exp
-    own_CK = scale_C[:, None] * (stats.candidates - stats.max[:, None]).exp()
     if partials.tail is not None:
+        own_CK = scale_C[:, None] * (stats.candidates - stats.max[:, None]).exp()
         has_tail_C = stats.tail_sum_exp > 0
         shift_C = torch.where(has_tail_C, stats.tail_max, stats.max)
         tail_scale_C = partials.tail / stats.tail_sum_exp + scale_C * (stats.tail_max - stats.max).exp()
         scale_C = torch.where(has_tail_C, tail_scale_C, scale_C)
     columns_CK = shard.columns(ids_CK)
-    num_rows, num_columns = len(buffer_CV), buffer_CV.shape[1] - 1
-    for rows in row_blocks(num_rows, num_columns * shift_C.element_size(), buffer_CV.device):
-        logits_BV = buffer_CV[rows, :num_columns]
-        wide_BV = logits_BV.to(shift_C.dtype)  # the logits themselves, unless they are narrower
-        wide_BV.sub_(shift_C[rows, None]).exp_().mul_(scale_C[rows, None])
-        if wide_BV is not logits_BV:
-            logits_BV.copy_(wide_BV)
-        own_BK = own_CK[rows] + _sum_of_equals(partials.candidates[rows], columns_CK[rows])
-        buffer_CV[rows].scatter_(1, columns_CK[rows], own_BK.to(buffer_CV.dtype))
-        logits_BV[:, shard.num_columns :] = 0
-
-
-def _sum_of_equals(values_BK: Tensor, columns_BK: Tensor) -> Tensor:
-    """[B, K] for each candidate the sum of the values of all candidates with the same column."""
-    equal_BKK = columns_BK[:, :, None] == columns_BK[:, None, :]
-    return torch.where(equal_BKK, values_BK[:, None, :], 0).sum(-1)
+    row_bytes = buffer_CV.shape[1] * shift_C.element_size()
+    for rows in row_blocks(len(buffer_CV), row_bytes, buffer_CV.device):
+        narrow_BV = buffer_CV[rows]
+        block_BV = narrow_BV.to(shift_C.dtype)  # the buffer itself, unless it is narrower
+        block_BV.sub_(shift_C[rows, None]).exp_().mul_(scale_C[rows, None])
+        if partials.tail is not None:
+            block_BV.scatter_(1, columns_CK[rows], own_CK[rows])
+        block_BV.scatter_add_(1, columns_CK[rows], partials.candidates[rows])
+        block_BV[:, shard.num_columns :] = 0
+        if block_BV is not narrow_BV:
+            narrow_BV.copy_(block_BV)

@@ -1,5 +1,6 @@
 // Sum of exponentials over one row with some columns left out: the inner loop of gather_stats, built once per
-// instruction set. No torch header here: the kernels know nothing of tensors.
+// instruction set. No torch header here: the kernels know nothing of tensors. Included before a kernel's target pragma,
+// so that the inline functions below are compiled for the baseline CPU in every file (row_sum_kernel.h says why).
 #pragma once
 
 #include <cmath>

@@ -89,9 +89,8 @@ class DenseRoute:
         for block in row_blocks(len(logits_CV), row_bytes, logits_CV.device):
             student_BV = logits_CV[block, : shard.num_columns]
             teacher_BV = teacher_CV[block, : shard.num_columns]
-            both_top_BV = (student_BV == student_stats.max[block, None]) & (
-                teacher_BV == teacher_stats.max[block, None]
-            )
+            student_tops_BV = student_BV == student_stats.max[block, None]
+            both_top_BV = student_tops_BV & (teacher_BV == teacher_stats.max[block, None])
             log_p_BV = _log_softmax(student_BV.to(dtype), student_stats, block)
             log_q_BV = _log_softmax(teacher_BV.to(dtype), teacher_stats, block)
             log_q_top_B = -teacher_stats.sum_exp[block].log()

@@ -1,6 +1,6 @@
 """The dense route of hybrid distillation: the head itself draws the student's sample and scores both tokens.
 
-Shape suffixes: N rows, C rows of a chunk, V columns of this rank's shard, 2 tokens a row.
+Shape suffixes: N rows, C rows of a chunk, B rows of a block, V columns of this rank's shard, 2 tokens a row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from titan_opd.losses.candidate_route import CandidateRoute
 from titan_opd.losses.dense_route import TeacherLogits
 from titan_opd.losses.head import HeadInputs
 from titan_opd.losses.hybrid import Hybrid
+from titan_opd.losses.logit_gradient import row_blocks
 from titan_opd.losses.rows import RowValues
 from titan_opd.losses.scores import TeacherScores
 from titan_opd.losses.vocab_parallel import VocabShard
@@ -58,9 +59,13 @@ def draw_tokens(logits_CV: Tensor, uniforms_C: Tensor, shard: VocabShard) -> Ten
     """[C] a token of each row's softmax: the first, in the order of ids, whose cumulative mass passes the number."""
     no_ids = torch.empty(len(logits_CV), 0, dtype=torch.int64, device=logits_CV.device)
     stats = shard.stats(logits_CV, no_ids)
-    mass_CV = (logits_CV[:, : shard.num_columns].to(stats.max.dtype) - stats.max[:, None]).exp()
-    before_C, total_C = shard.sums_before(mass_CV.sum(-1))
-    cumulative_CV = before_C[:, None] + mass_CV.cumsum(-1)
-    # Counting the tokens passed by on each rank gives the token's id without knowing on which rank it is.
-    passed_C = (cumulative_CV <= (uniforms_C.to(total_C.dtype) * total_C)[:, None]).sum(-1)
-    return shard.sum_over_shards(passed_C).clamp(max=shard.vocab_size - 1)
+    dtype = stats.max.dtype
+    drawn = []
+    for block in row_blocks(len(logits_CV), max(shard.rank_rows) * dtype.itemsize, logits_CV.device):
+        mass_BV = (logits_CV[block, : shard.num_columns].to(dtype) - stats.max[block, None]).exp()
+        before_B, total_B = shard.sums_before(mass_BV.sum(-1))
+        cumulative_BV = before_B[:, None] + mass_BV.cumsum(-1)
+        # Counting the tokens passed by on each rank gives the token's id without knowing on which rank it is.
+        passed_B = (cumulative_BV <= (uniforms_C[block].to(dtype) * total_B)[:, None]).sum(-1)
+        drawn.append(shard.sum_over_shards(passed_B))
+    return torch.cat(drawn).clamp(max=shard.vocab_size - 1)

@@ -10,10 +10,10 @@ V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from titan_opd.models.activations import RMSNorm, swiglu
 from titan_opd.models.attention import Attention
 from titan_opd.models.config import DecoderConfig
 from titan_opd.models.rope import rope_cos_sin, rotate
@@ -30,8 +30,8 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
     def forward(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
@@ -53,7 +53,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
+        return self.down_proj(swiglu(self.gate_proj(x_TH), self.up_proj(x_TH)))
 
 
 class DecoderLayer(nn.Module):
@@ -61,8 +61,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(config, layer)
         self.mlp = FeedForward(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.recompute_activations = False
 
     def forward(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
@@ -84,7 +84,7 @@ class Trunk(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
         config = self.config
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
                 module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
-            elif isinstance(module, nn.RMSNorm):
+            elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
 
 

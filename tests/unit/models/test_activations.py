@@ -1,0 +1,85 @@
+"""RMSNorm and SwiGLU against the plain formulas, value and gradient, and what they keep for the backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+
+from titan_opd.models.activations import RMSNorm, swiglu
+
+
+def saved_elements(function):
+    """How many elements autograd keeps, each storage counted once."""
+    storages = {}
+    with saved_tensors_hooks(lambda x: storages.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x):
+        output = function()
+    assert output.requires_grad
+    return sum(x.numel() for x in storages.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.floats(-3, 3), st.integers(0, 1000))
+def test_rms_norm_is_the_formula(tokens, heads, size, scale, seed):
+    torch.manual_seed(seed)
+    norm = RMSNorm(size, eps=1e-5, dtype=torch.float64)
+    norm.weight.data.normal_()
+    x = (torch.randn(tokens, heads, size, dtype=torch.float64) * 10**scale).requires_grad_()
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    upstream = torch.randn_like(x)
+    output = norm(x)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(output, (x, norm.weight), upstream)
+    for got, wanted in zip(gradients, torch.autograd.grad(expected, (x, norm.weight), upstream), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_rms_norm_of_zeros_is_zero_with_a_finite_gradient():
+    x = torch.zeros(2, 4, requires_grad=True)
+    output = RMSNorm(4, eps=1e-6)(x)
+    output.sum().backward()
+    assert torch.equal(output, torch.zeros(2, 4))
+    assert x.grad.isfinite().all()
+
+
+def test_bfloat16_is_the_float32_result_rounded_once():
+    norm = RMSNorm(64, eps=1e-6, dtype=torch.bfloat16)
+    norm.weight.data.normal_()
+    x = torch.randn(8, 64).bfloat16().requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    expected = F.rms_norm(wide, (64,), norm.weight.float(), 1e-6)
+    output = norm(x)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected.bfloat16(), rtol=0, atol=0)
+    upstream = torch.randn(8, 64).bfloat16()
+    output.backward(upstream)
+    expected.backward(upstream.float())
+    torch.testing.assert_close(x.grad, wide.grad.bfloat16(), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_swiglu_is_the_formula(dtype):
+    torch.manual_seed(0)
+    gate, up = (torch.randn(5, 7, dtype=dtype).requires_grad_() for _ in range(2))
+    expected = F.silu(gate) * up
+    output = swiglu(gate, up)
+    assert torch.equal(output, expected)
+    upstream = torch.randn_like(gate)
+    tolerance = 1e-12 if dtype == torch.float64 else 2**-6
+    for got, wanted in zip(
+        torch.autograd.grad(output, (gate, up), upstream),
+        torch.autograd.grad(expected, (gate, up), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_little_is_kept_for_the_backward_pass():
+    x = torch.randn(16, 32, requires_grad=True)
+    norm = RMSNorm(32, eps=1e-6)
+    assert saved_elements(lambda: norm(x)) == 16 * 32 + 32 + 16
+    gate, up = torch.randn(16, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    assert saved_elements(lambda: swiglu(gate, up)) == 2 * 16 * 32

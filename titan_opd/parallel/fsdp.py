@@ -38,7 +38,7 @@ def parallelize(
     for group in (*layers, [last_layer, decoder.model.norm]):
         fully_shard(group, mesh=world.mesh, mp_policy=layer_policy)
     # The embedding and the output projection stay float32: autograd casts a gradient to its parameter's type, and the
-    # loss head's float32 gradient of the vocabulary matrix must reach the reduction as it is. The head casts the matrix.
+    # loss head's float32 gradient of the vocabulary matrix must reach the reduction as it is. The head casts it.
     fully_shard(model, mesh=world.mesh, mp_policy=MixedPrecisionPolicy())
     for module in fsdp_modules(model):
         # One rule for the loss's scale: it is divided by the trained tokens of all processes, so gradients are summed.

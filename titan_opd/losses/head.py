@@ -77,7 +77,7 @@ class HeadOutput:
         per_token: [N], each row's value.
         metrics: detached scalars.
         grad_hidden: [N, H], of the sum of coefficients times values; None when not wanted.
-        grad_weight: [V, H] of this rank's shard, in at least float32; None when not wanted.
+        grad_weight: [V, H] of this rank's shard; None when not wanted.
     """
 
     per_token: Tensor
@@ -101,37 +101,39 @@ def run_head(inputs: HeadInputs, route: Route, *, for_hidden: bool, for_weight: 
 
 
 class _GradientSums:
-    """The two products of each chunk, summed in at least float32 over chunks and ranks."""
+    """The two products of each chunk, and their sums over chunks and ranks in at least float32."""
 
     def __init__(self, inputs: HeadInputs, *, for_hidden: bool, for_weight: bool) -> None:
         self._inputs = inputs
+        self._for_weight = for_weight
         self.hidden = torch.empty_like(inputs.hidden) if for_hidden else None
-        self.weight = inputs.coefficients.new_empty(inputs.shard.weight.shape) if for_weight else None
-        self._is_first = True
-        # A bfloat16 product of one chunk is rounded once, and then summed over chunks in float32.
-        is_narrow = inputs.hidden.dtype != inputs.coefficients.dtype
-        self._product_VH = torch.empty_like(inputs.shard.weight) if for_weight and is_narrow else None
+        self.weight: Tensor | None = None
+        self._product_VH: Tensor | None = None
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
         hidden_CH, scale = self._inputs.hidden[rows], 1 / self._inputs.temperature
         if self.hidden is not None:
             out_CH = self.hidden[rows]
             torch.addmm(out_CH, grad_CV, self._inputs.shard.weight, beta=0, alpha=scale, out=out_CH)
-        if self.weight is not None:
+        if self._for_weight:
             self._add_weight(grad_CV, hidden_CH, scale)
-        self._is_first = False
 
     def _add_weight(self, grad_CV: Tensor, hidden_CH: Tensor, scale: float) -> None:
+        if self.weight is None:  # where one chunk is all, its product is the sum
+            self.weight = torch.empty_like(self._inputs.shard.weight)
+            torch.addmm(self.weight, grad_CV.T, hidden_CH, beta=0, alpha=scale, out=self.weight)
+            return
+        sum_dtype = self._inputs.coefficients.dtype
+        if hidden_CH.dtype == sum_dtype:
+            self.weight.addmm_(grad_CV.T, hidden_CH, alpha=scale)
+            return
+        # A bfloat16 product of one chunk is rounded once, and then summed over chunks in float32.
         if self._product_VH is None:
-            beta = 0 if self._is_first else 1  # at 0 what is in the sum is not read
-            torch.addmm(self.weight, grad_CV.T, hidden_CH, beta=beta, alpha=scale, out=self.weight)
-            return
+            self._product_VH = torch.empty_like(self.weight)
+            self.weight = self.weight.to(sum_dtype)
         torch.addmm(self._product_VH, grad_CV.T, hidden_CH, beta=0, alpha=scale, out=self._product_VH)
-        if self._is_first:
-            self.weight.copy_(self._product_VH)
-            return
         row_bytes = self.weight.shape[1] * self.weight.element_size()
-        for rows in row_blocks(len(self.weight), row_bytes, self.weight.device):  # mixed dtypes make a copy of a block
+        for rows in row_blocks(len(self.weight), row_bytes, self.weight.device):  # mixed dtypes copy a block
             self.weight[rows] += self._product_VH[rows]
 
     def finish_hidden(self) -> Tensor | None:

@@ -108,8 +108,9 @@ def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) ->
         optimizer_state = _optimizer_state(model, optimizer)
         dcp.load(optimizer_state, checkpoint_id=checkpoint / TRAINER)
     except (OSError, ValueError, CheckpointException) as error:
+        _, cause = _first_failure(error)
         raise ValueError(
-            f"cannot resume from {checkpoint}: its trainer state is missing or damaged ({_describe(error)}); delete "
+            f"cannot resume from {checkpoint}: its trainer state is missing or damaged ({cause}); delete "
             "that folder to go on from the checkpoint before it, or from the beginning when there is none"
         ) from error
     set_optimizer_state_dict(model, optimizer, optim_state_dict=optimizer_state[_OPTIMIZER])
@@ -145,20 +146,22 @@ def _together(world: World, action: Callable[[], object]) -> None:
     try:
         action()
     except (Exception, CheckpointException) as error:
-        failure = _describe(error)
-    failures = [text for text in world.gather(failure) if text]
+        failure = _first_failure(error, world.rank)
+    failures = [one for one in world.gather(failure) if one]
     if failures:
-        raise StorageError(failures[0])
+        rank, text = failures[0]
+        raise StorageError(f"process {rank}: {text}" if world.size > 1 else text)
 
 
-def _describe(error: Exception | CheckpointException) -> str:
-    """The error in one line. torch's CheckpointException wraps that of some process, with tracebacks, in all of them.
+def _first_failure(error: Exception | CheckpointException, rank: int = 0) -> tuple[int, str]:
+    """In which process it failed, and the error in one line.
 
-    It is no Exception, and wraps interrupts too: those are raised again.
+    torch's CheckpointException, which is no Exception, reaches all processes with the errors of those that failed. It
+    wraps interrupts too: those are raised again.
     """
+    cause: BaseException = error
     if isinstance(error, CheckpointException):
-        cause, _ = next(iter(error.failures.values()))
+        rank, (cause, _) = next(iter(error.failures.items()))
         if not isinstance(cause, Exception):
             raise cause
-        return _describe(cause)
-    return f"{type(error).__name__}: {error}"
+    return rank, f"{type(cause).__name__}: {cause}"

@@ -76,7 +76,7 @@ WORKLOADS = (
     Workload(TINY_NAME, TINY, num_prompts=64, prompt_tokens=12, new_tokens=64, rows=64, stops=False),
     Workload(TINY_NAME, TINY, num_prompts=512, prompt_tokens=12, new_tokens=64, rows=64, stops=True),
     Workload(SMOLLM2_NAME, SMOLLM2_135M, num_prompts=16, prompt_tokens=32, new_tokens=64, rows=16, stops=False),
-    Workload(SMOLLM2_NAME, SMOLLM2_135M, num_prompts=64, prompt_tokens=32, new_tokens=64, rows=16, stops=True),
+    Workload(SMOLLM2_NAME, SMOLLM2_135M, num_prompts=48, prompt_tokens=32, new_tokens=48, rows=16, stops=True),
 )
 
 

@@ -26,6 +26,7 @@ from titan_opd.evaluation import REVERSE_KL, Evaluator
 from titan_opd.learner import DistillationModel
 from titan_opd.models import Decoder, DecoderConfig, attention_backend, load_decoder
 from titan_opd.parallel import World, parallelize
+from titan_opd.prompt_checks import check_prompts
 from titan_opd.rollout import AnswersEngine, NativeEngine, Recording, RolloutEngine
 from titan_opd.teacher import LabelScorer, NativeScorer, Scorer
 
@@ -91,6 +92,11 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     teacher = _teacher(config, tokenizer, world)
     stops = stop_ids(tokenizer, student.config.eos_token_ids, config.rollout.sampling.stop_ids)
     train_prompts, eval_prompts = load_prompts(config.data, tokenizer, stops)
+    eval_prompts = eval_prompts[: config.evaluation.num_prompts]
+    contexts = {"student.path": student.config.max_position_embeddings}
+    if teacher is not None:
+        contexts["teacher.path"] = teacher.config.max_position_embeddings
+    check_prompts(config, train_prompts, eval_prompts, contexts=contexts, world_size=world.size)
     writer = _writer(config, student, stops, vocab_size, world)
     model = DistillationModel(student, vocab_size=vocab_size, logits_chunk_mb=config.training.logits_chunk_mb)
     parallelize(
@@ -105,7 +111,7 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     if eval_prompts:
         evaluator = Evaluator(
             engine=writer,
-            prompts=eval_prompts[: config.evaluation.num_prompts],
+            prompts=eval_prompts,
             tokenizer=tokenizer,
             student=model,
             teacher=None if teacher is None else _scorer(config, teacher, REVERSE_KL, vocab_size),
@@ -136,11 +142,6 @@ def _check_world(config: Config, world: World) -> None:
         raise ValueError(
             f"schedule.batch / schedule.minibatches = {per_step} answers a step cannot be shared equally by "
             f"{world.size} processes; choose a multiple of {world.size}, or another number of processes"
-        )
-    if config.evaluation.num_prompts < world.size:
-        raise ValueError(
-            f"evaluation.num_prompts = {config.evaluation.num_prompts} leaves some of the {world.size} processes "
-            "without a prompt; raise it"
         )
 
 

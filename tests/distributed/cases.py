@@ -111,7 +111,7 @@ def evaluation(world: World) -> tuple[dict[str, float], list[str]]:
 INDIVISIBLE = (
     ("--schedule.batch", "3"),
     ("--schedule.minibatches", "2", "--schedule.batch", "6"),
-    ("--evaluation.num_prompts", "1"),
+    ("--schedule.batch", "4", "--data.arithmetic.num_eval", "1"),
 )
 
 

@@ -61,6 +61,26 @@ SETTINGS = {
     "teacher named by nothing": (["--teacher.path", ""], ["teacher.path is missing"]),
     "stop token": (["--rollout.sampling.stop_ids", "[77]"], ["stop id 77", "17 tokens"]),
     "prompts above the limit": (["--data.max_prompt_tokens", "5"], ["data.max_prompt_tokens = 5", "raise"]),
+    "answers beyond the context": (
+        ["--rollout.sampling.max_new_tokens", "124"],
+        ["rollout.sampling.max_new_tokens = 124", "more than the context of student.path, 128"],
+    ),
+    "evaluation answers beyond the context": (
+        ["--evaluation.sampling.max_new_tokens", "124"],
+        ["evaluation.sampling.max_new_tokens = 124", "more than the context of student.path, 128"],
+    ),
+    "answers beyond a micro-batch": (
+        ["--training.tokens_per_microbatch", "14"],
+        ["prompt 'arithmetic-train:", "of 6 tokens", "15 input tokens", "training.tokens_per_microbatch = 14"],
+    ),
+    "answers beyond the scorer": (
+        ["--teacher.tokens_per_forward", "14"],
+        ["rollout.sampling.max_new_tokens = 10", "15 input tokens", "teacher.tokens_per_forward = 14"],
+    ),
+    "expert answers beyond a micro-batch": (
+        [*ANSWERS, "--training.tokens_per_microbatch", "25"],
+        ["and its response of 23 tokens", "28 input tokens", "training.tokens_per_microbatch = 25"],
+    ),
     "more problems than there are": (
         ["--data.arithmetic.num_train", "1000000"],
         ["data.arithmetic.skip_train + data.arithmetic.num_train = 1000000", "raise max_digits or ask for fewer"],
@@ -158,6 +178,12 @@ def small_teacher(own):
     return "teacher.path"
 
 
+def short_teacher(own):
+    shutil.rmtree(own.folder / "teacher")
+    save_model(own.folder / "teacher", "llama", seed=0, max_position_embeddings=15)
+    return "more than the context of teacher.path, 15"
+
+
 def other_tokenizer(own):
     shutil.rmtree(own.folder / "teacher")
     save_model(own.folder / "teacher", "llama", seed=0, vocab_size=110, tokenizer=make_chat_tokenizer())
@@ -166,7 +192,7 @@ def other_tokenizer(own):
 
 DAMAGES = (
     *(remove_weights, truncate_weights, empty_weights, remove_config, break_config, foreign_config, other_shape),
-    *(remove_tokenizer, break_tokenizer, small_embedding, small_teacher, other_tokenizer),
+    *(remove_tokenizer, break_tokenizer, other_tokenizer, small_embedding, small_teacher, short_teacher),
 )
 
 
@@ -209,20 +235,19 @@ def test_missing_prompt_files(own, capsys):
     assert "data.template = 'plain'" in refused(capsys, "train", own.toml, *chat)
 
 
-def test_experts_that_say_nothing(own, capsys):
-    (own.folder / "p.jsonl").write_text('{"prompt": "1+2="}\n')
+def test_prompts_without_what_they_need(own, capsys):
+    (own.folder / "p.jsonl").write_text('{"prompt": "1+2=", "response": "3", "answer": 3}\n{"prompt": "1+1="}\n')
     options = ("--data.task", "files", "--data.train", own.folder / "p.jsonl", "--data.template", "plain")
     error = refused(capsys, "train", own.toml, *options, *ANSWERS)
-    assert "'p.jsonl:1' has no response" in error
+    assert "'p.jsonl:2' has no response" in error
     assert "data.response_field" in error
-
-
-def test_eval_without_prompts_or_answers(own, capsys):
-    (own.folder / "p.jsonl").write_text('{"prompt": "1+2="}\n')
-    options = ("--data.task", "files", "--data.train", own.folder / "p.jsonl", "--data.template", "plain")
-    assert "set data.evaluation to a file that has some" in refused(capsys, "eval", own.toml, *options)
     graded = (*options, "--data.evaluation", own.folder / "p.jsonl")
-    assert "'p.jsonl:1' has no reference answer" in refused(capsys, "eval", own.toml, *graded)
+    for command in ("train", "eval"):
+        error = refused(capsys, command, own.toml, *graded)
+        assert "'p.jsonl:2' has no reference answer" in error
+        assert "data.answer_field" in error
+    assert "set data.evaluation to a file that has some" in refused(capsys, "eval", own.toml, *options)
+    assert not (own.folder / "run").exists()
 
 
 def test_export(own, capsys):

@@ -128,6 +128,11 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     from titan_opd.config import load_config
 
     config = load_config(options.config, overrides)
+    if config.student.initialize == "random":
+        raise ValueError(
+            f"student.initialize = 'random' would evaluate random weights, not those in student.path = "
+            f"{config.student.path!r}; add --student.initialize checkpoint"
+        )
 
     from titan_opd.assemble import assemble
     from titan_opd.parallel import open_world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -104,6 +105,9 @@ class Learner:
         Returns:
             `loss`, `grad_norm`, `learning_rate`, `tokens` and the loss's metrics over the trained tokens of all
             processes.
+
+        Raises:
+            ValueError: the gradient is not finite; the weights are as they were.
         """
         counts = [int(torch.count_nonzero(batch.token_weights)) for batch in batches]
         num_tokens = int(self._world.sum(torch.tensor(sum(counts))))
@@ -125,13 +129,18 @@ class Learner:
             )
             output.loss.backward()
             outputs.append(output)
-        grad_norm = whole_tensor(clip_gradients(self.model.parameters(), self._config.max_grad_norm))
+        grad_norm = whole_tensor(clip_gradients(self.model.parameters(), self._config.max_grad_norm)).item()
+        if not math.isfinite(grad_norm):  # going on would overwrite the last good checkpoints with NaN
+            raise ValueError(
+                f"the gradient's norm is {grad_norm} in optimizer step {self.steps_taken + 1}, with the learning rate "
+                f"{rate:.3g}; lower optimizer.learning_rate, and begin again from a checkpoint as student.path"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_taken += 1
         return {
             "loss": sum_losses(outputs, self._world),
-            "grad_norm": grad_norm.item(),
+            "grad_norm": grad_norm,
             "learning_rate": rate,
             "tokens": num_tokens,
             **average_metrics([output.metrics for output in outputs], counts, self._world),

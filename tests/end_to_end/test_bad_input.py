@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.end_to_end.workshop import make_workshop, run_cli
 from tests.helpers.arithmetic import save_model
@@ -56,6 +57,7 @@ SETTINGS = {
         [*POLICY_GRADIENT, "--objective.support", "student_topk", "--rollout.sampling.top_p", "0.9"],
         ["top_p = 0.9", "objective.support = 'sampled'"],
     ),
+    "no run folder": (["--run.directory", ""], ["run.directory = ''"]),
     "no student": (["--student.path", "nowhere"], ["'nowhere'"]),
     "no teacher": (["--teacher.path", "nowhere"], ["'nowhere'"]),
     "teacher named by nothing": (["--teacher.path", ""], ["teacher.path is missing"]),
@@ -262,7 +264,34 @@ def test_export(own, capsys):
     weights = run / "checkpoints/step-000003/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert f"{weights} is truncated or damaged" in refused(capsys, "export", run, output)
-    assert not [path for path in own.folder.iterdir() if path.name.startswith("out")]
+    assert not list(own.folder.glob("out*"))
+
+
+def test_eval_of_weights_that_are_drawn_anew(workshop, capsys):
+    error = refused(capsys, "eval", workshop.toml, "--student.initialize", "random")
+    assert "add --student.initialize checkpoint" in error
+
+
+def test_export_to_where_nothing_can_be_written(workshop, capsys):
+    run = workshop.train("exported")
+    capsys.readouterr()
+    assert run_cli("export", run, workshop.toml / "out") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"titan-opd export: error: the model could not be written to {workshop.toml}/out")
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_diverges_stops_before_it_saves_damaged_weights(workshop, capsys):
+    """Nobody looks at these weights until the last step: no answers are sampled, nothing is evaluated."""
+    options = (*ANSWERS, "--teacher.engine", "none", "--objective.kind", "cross_entropy")
+    often = ("--checkpoint.every", 1, "--training.steps", 9, "--optimizer.learning_rate", 1e30)
+    run = workshop.folder / "diverged"
+    error = refused(capsys, "train", workshop.toml, "--run.directory", run, *options, *often)
+    assert "the gradient's norm is nan in optimizer step" in error
+    assert "lower optimizer.learning_rate" in error
+    for checkpoint in (run / "checkpoints").iterdir():
+        weights = load_file(checkpoint / "model.safetensors")
+        assert all(weight.isfinite().all() for weight in weights.values())
 
 
 @pytest.mark.parametrize(

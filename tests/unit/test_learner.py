@@ -197,6 +197,16 @@ def test_a_step_without_any_token_has_no_gradient(student_path, teacher_path, wo
     assert_same(weights(learner), before, atol=0)
 
 
+def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(student_path, teacher_path, world):
+    learner = make_learner(student_path, OBJECTIVES["cross_entropy"], world)
+    before = weights(learner)
+    (batch,) = pack(make_scored(OBJECTIVES["cross_entropy"], teacher_path), 10_000)
+    huge = dataclasses.replace(batch, token_weights=batch.token_weights.double() * 1e300)
+    with pytest.raises(ValueError, match=r"norm is (inf|nan) in optimizer step 1, .* lower optimizer\.learning_rate"):
+        learner.step([huge], current_version=0)
+    assert_same(weights(learner), before, atol=0)
+
+
 def test_weights_scale_a_tokens_share_but_not_the_denominator(student_path, teacher_path, world):
     objective = OBJECTIVES["cross_entropy"]
     (batch,) = pack(make_scored(objective, teacher_path), 10_000)

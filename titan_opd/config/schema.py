@@ -24,6 +24,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "run")
+        if not self.directory:
+            raise ValueError("run.directory = '' names no folder; name a new one")
 
 
 @dataclass(frozen=True)

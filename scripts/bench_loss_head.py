@@ -7,12 +7,15 @@ Three ways are timed in turn, so that a change of the machine's speed meets all 
 - autograd: log_softmax of all logits, gather, and PyTorch's own backward;
 - fused: `titan_opd.losses.distillation_loss`.
 
-Counted: from hidden states and output projection to both gradients, wall time, without the first (warming) round.
+Counted: from hidden states and output projection to both gradients, without the first (warming) round. Wall time; with
+--cpu-time, which on a busy machine is steadier, the time that this process was computing (take one thread then: threads
+that wait for each other count as computing).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -32,12 +35,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--logits-chunk-mb", type=float, default=256.0)
+    parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(options.threads)
     shape = f"T={options.tokens} H={options.hidden} V={options.vocabulary} K={options.candidates}"
-    print(f"{shape}, {options.threads} threads, torch {torch.__version__}, {describe()}, median [min .. max] ms")
+    kind = "CPU" if options.cpu_time else "wall"
+    print(f"{shape}, {options.threads} threads, torch {torch.__version__}, {describe()}")
+    print(
+        f"median [min .. max] of {options.repeats}, {kind} ms; load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
+    )
     for dtype in (torch.float32, torch.bfloat16):
-        times = measure(ways(options, dtype), options.repeats)
+        times = measure(ways(options, dtype), options.repeats, clock)
         bare = statistics.median(times["products"])
         for name, values in times.items():
             median = statistics.median(values)
@@ -83,15 +92,17 @@ def ways(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[
     return {"products": products, "autograd": autograd, "fused": fused}
 
 
-def measure(functions: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+def measure(
+    functions: dict[str, Callable[[], None]], repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Milliseconds of each repeat of each function, the functions taking turns."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_number in range(repeats + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = clock()
             function()
             if round_number:
-                times[name].append((time.perf_counter() - start) * 1e3)
+                times[name].append((clock() - start) * 1e3)
     return times
 
 

@@ -153,7 +153,7 @@ def test_the_resolved_configuration_reads_back_equal(toml, tmp_path):
     assert load_config(copy) == config
 
 
-@given(st.floats(min_value=0, max_value=1e6), st.integers(0, 2**40), st.text())
+@given(st.floats(min_value=0, max_value=1e6), st.integers(0, 2**40), st.text(min_size=1))
 def test_every_value_survives_the_round_trip(tmp_path_factory, rate, seed, name):
     path = tmp_path_factory.mktemp("config") / "run.toml"
     path.write_text(SMALLEST)

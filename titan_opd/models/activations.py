@@ -4,7 +4,7 @@ Autograd keeps the operands of every elementwise operation; of the layers' parts
 keeps its input and one number a token instead of two copies of the input, and SwiGLU keeps its two inputs instead of
 three tensors of that size. The values are those of the plain formulas.
 
-Shape suffixes: T tokens, H the normalised dimension, F the feed-forward dimension.
+Shape suffixes: T tokens, H the normalised dimension, I the feed-forward (intermediate) dimension.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight_H.to(weight_H.dtype), None
 
 
-def swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202, equation 6), [T, F]."""
-    return _SwiGLU.apply(gate_TF, up_TF)
+def swiglu(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv 2002.05202, equation 6), [T, I]."""
+    return _SwiGLU.apply(gate_TI, up_TI)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_TF, up_TF)
-        return F.silu(gate_TF).mul_(up_TF)
+    def forward(ctx: FunctionCtx, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_TI, up_TI)
+        return F.silu(gate_TI).mul_(up_TI)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_TF: Tensor) -> tuple[Tensor, Tensor]:
-        gate_TF, up_TF = ctx.saved_tensors
-        grad_up_TF = F.silu(gate_TF).mul_(grad_TF)
-        return torch.ops.aten.silu_backward(grad_TF * up_TF, gate_TF), grad_up_TF
+    def backward(ctx: FunctionCtx, grad_TI: Tensor) -> tuple[Tensor, Tensor]:
+        gate_TI, up_TI = ctx.saved_tensors
+        grad_up_TI = F.silu(gate_TI).mul_(grad_TI)
+        return torch.ops.aten.silu_backward(grad_TI * up_TI, gate_TI), grad_up_TI
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -4,7 +4,7 @@ Tokens of all sequences stand side by side in one dimension; what separates the 
 caller passes in.
 
 Shape suffixes: T packed tokens, H hidden size, N query heads, M key-value heads, D dimensions of a head, F = D / 2,
-V vocabulary.
+I intermediate size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -53,7 +53,15 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x_TH), self.up_proj(x_TH)))
+        gate_TI, up_TI = self.gate_proj(x_TH), self.up_proj(x_TH)
+        if not torch.is_grad_enabled():
+            return self._down(gate_TI, up_TI)
+        # The product of the two is a third of what a layer would keep, and one elementwise pass makes it again: the
+        # recomputation ends at the last tensor that the backward pass lacks, before the projection.
+        return checkpoint(self._down, gate_TI, up_TI, use_reentrant=False, preserve_rng_state=False)
+
+    def _down(self, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+        return self.down_proj(swiglu(gate_TI, up_TI))
 
 
 class DecoderLayer(nn.Module):

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.helpers.tiny_models import make_tiny_model
+from titan_opd.models import DecoderConfig
 from titan_opd.models.activations import RMSNorm, swiglu
+from titan_opd.models.decoder import FeedForward
 
 
 def saved_elements(function):
@@ -83,3 +86,23 @@ def test_little_is_kept_for_the_backward_pass():
     assert saved_elements(lambda: norm(x)) == 16 * 32 + 32 + 16
     gate, up = torch.randn(16, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     assert saved_elements(lambda: swiglu(gate, up)) == 2 * 16 * 32
+
+
+def test_a_feed_forward_keeps_its_two_projections_and_not_their_product():
+    config = DecoderConfig.from_dict(make_tiny_model(intermediate_size=64).config.to_dict())
+    block = FeedForward(config)
+    x = torch.randn(16, config.hidden_size, requires_grad=True)
+    kept = saved_elements(lambda: block(x)) - sum(p.numel() for p in block.parameters()) - x.numel()
+    assert kept <= 2 * 16 * 64
+
+
+def test_recomputing_the_product_changes_no_gradient():
+    config = DecoderConfig.from_dict(make_tiny_model(intermediate_size=64).config.to_dict())
+    block = FeedForward(config).double()
+    x = torch.randn(16, config.hidden_size, dtype=torch.float64, requires_grad=True)
+    plain = block.down_proj(F.silu(block.gate_proj(x)) * block.up_proj(x))
+    parameters = [x, *block.parameters()]
+    upstream = torch.randn_like(plain)
+    expected = torch.autograd.grad(plain, parameters, upstream)
+    for got, wanted in zip(torch.autograd.grad(block(x), parameters, upstream), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)

@@ -121,7 +121,10 @@ def is_saving(run, since):
 
 
 KILLED_ONCE = {
-    "policy_gradient": ("--objective.kind", "policy_gradient", "--rollout.num_samples", 3),
+    "policy_gradient": (
+        *("--objective.kind", "policy_gradient", "--rollout.num_samples", 3),
+        *("--objective.staleness_discount", 0.5),  # shows when the engine forgets which version it holds
+    ),
     "hybrid that draws": ("--objective.kind", "hybrid", "--objective.support", "dense", "--rollout.engine", "answers"),
     "cross_entropy": (
         *("--objective.kind", "cross_entropy", "--teacher.engine", "none", "--rollout.engine", "answers"),

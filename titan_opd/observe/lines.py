@@ -43,7 +43,8 @@ class LineFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another process is writing to {self._path}: the run is still going on; stop that process first"
+                f"another process is writing to {self._path}: the run is still going on; stop that process first "
+                f"(it is named by: fuser {self._path})"
             ) from None
         except OSError as error:  # some cluster file systems have no locks
             warnings.warn(

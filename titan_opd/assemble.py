@@ -13,6 +13,7 @@ from titan_opd import ops
 from titan_opd.checkpoint import model_folder
 from titan_opd.config import Config
 from titan_opd.config.objective import Objective
+from titan_opd.config.schema import RolloutConfig
 from titan_opd.data import (
     PromptStream,
     check_tokenizer,
@@ -25,9 +26,10 @@ from titan_opd.data import (
 from titan_opd.evaluation import REVERSE_KL, Evaluator
 from titan_opd.learner import DistillationModel
 from titan_opd.models import Decoder, DecoderConfig, attention_backend, load_decoder
+from titan_opd.ops.noise import derive_seed
 from titan_opd.parallel import World, parallelize
 from titan_opd.prompt_checks import check_prompts
-from titan_opd.rollout import AnswersEngine, NativeEngine, Recording, RolloutEngine
+from titan_opd.rollout import RECORD_NOTHING, AnswersEngine, NativeEngine, Recording, RolloutEngine
 from titan_opd.teacher import LabelScorer, NativeScorer, Scorer
 
 
@@ -105,8 +107,10 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
         world,
         compute_dtype=getattr(torch, config.training.compute_dtype),
         recompute_activations=config.training.recompute_activations,
+        forward_methods=("sweep",),
     )
 
+    recording = _recording(config.objective, config.rollout)
     evaluator = None
     if eval_prompts:
         evaluator = Evaluator(
@@ -129,8 +133,8 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
             seed=config.run.seed,
             samples_per_prompt=config.schedule.samples_per_prompt,
         ),
-        engine=writer if config.rollout.engine == "native" else AnswersEngine(),
-        recording=_recording(config),
+        engine=_engine(config, writer, recording),
+        recording=recording,
         scorer=LabelScorer() if teacher is None else _scorer(config, teacher, config.objective, vocab_size),
         evaluator=evaluator,
     )
@@ -178,14 +182,21 @@ def _writer(config: Config, student: Decoder, stops: Sequence[int], vocab_size: 
     )
 
 
-def _recording(config: Config) -> Recording:
-    """What the objective needs to know of the student's distribution when it wrote."""
-    support = config.objective.support
-    num_samples = config.rollout.num_samples if support == "sampled" else 1
-    return Recording(
-        num_samples=num_samples if num_samples > 1 else 0,  # the written token alone is in the trajectory anyway
-        top_k=config.rollout.student_top_k if support == "student_topk" else 0,
-    )
+def _engine(config: Config, writer: NativeEngine, recording: Recording) -> RolloutEngine:
+    if config.rollout.engine == "native":
+        return writer
+    return AnswersEngine(reader=None if recording == RECORD_NOTHING else writer)
+
+
+def _recording(objective: Objective, rollout: RolloutConfig) -> Recording:
+    """What the objective needs to know of the student's distribution when it wrote, or read, an answer."""
+    if objective.support == "student_topk":
+        return Recording(top_k=rollout.student_top_k)
+    if objective.kind == "hybrid" and objective.support == "sampled":
+        return Recording(num_samples=2)  # the expert's token and the student's own
+    if objective.kind == "policy_gradient" and rollout.num_samples > 1:
+        return Recording(num_samples=rollout.num_samples)
+    return RECORD_NOTHING  # the written token alone is in the trajectory anyway
 
 
 def _scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: int) -> NativeScorer:
@@ -196,6 +207,8 @@ def _scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: 
         top_k=config.teacher.top_k,
         tokens_per_forward=config.teacher.tokens_per_forward,
         logits_chunk_mb=config.training.logits_chunk_mb,
+        num_samples=config.teacher.num_samples,
+        seed=derive_seed(config.run.seed, "teacher"),  # not the student's draws again
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from titan_opd.config.objective import Objective
 from titan_opd.config.schema import OptimizerConfig
 from titan_opd.data.records import PackedBatch
-from titan_opd.losses import DistillationOutput, distillation_loss
+from titan_opd.losses import DistillationOutput, binding_squares, distillation_loss, m2po_bound, policy_logprobs
 from titan_opd.models import Decoder, PackedAttention
 from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
-from titan_opd.parallel import World, whole_tensor
+from titan_opd.parallel import World, reshard, whole_tensor
 
 
 class DistillationModel(nn.Module):
@@ -42,12 +42,11 @@ class DistillationModel(nn.Module):
         num_tokens: int,
         current_version: int,
         generator: torch.Generator | None = None,
+        m2po_bound: Tensor | None = None,
     ) -> DistillationOutput:
         """The loss of one micro-batch, over the `num_tokens` trained tokens of the whole optimizer step."""
-        attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)
-        hidden_TH = self.decoder(batch.input_ids, batch.positions, attention)
         return distillation_loss(
-            hidden_TH[batch.loss_positions],
+            self._response_states(batch),
             self.decoder.lm_head_weight,
             objective,
             batch.scores,
@@ -58,7 +57,26 @@ class DistillationModel(nn.Module):
             vocab_size=self.vocab_size,
             logits_chunk_mb=self.logits_chunk_mb,
             generator=generator,
+            m2po_bound=m2po_bound,
         )
+
+    @torch.no_grad()
+    def sweep(self, batch: PackedBatch, objective: Objective, read: Callable[..., Tensor]) -> Tensor:
+        """What `read`, one of the functions in titan_opd/losses/sweeps.py, finds in one micro-batch."""
+        return read(
+            self._response_states(batch),
+            self.decoder.lm_head_weight,
+            objective,
+            batch.scores,
+            batch.token_weights,
+            vocab_size=self.vocab_size,
+            logits_chunk_mb=self.logits_chunk_mb,
+        )
+
+    def _response_states(self, batch: PackedBatch) -> Tensor:
+        """[N, H] the hidden states that predict the response tokens."""
+        attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)
+        return self.decoder(batch.input_ids, batch.positions, attention)[batch.loss_positions]
 
 
 class Learner:
@@ -92,6 +110,22 @@ class Learner:
         self._seed = seed
         self._world = world
 
+    def with_proximal_policy(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """The same micro-batches with the present student as the proximal policy, where the objective has one.
+
+        To be called before the first of the optimizer steps that a policy version's answers are trained in.
+
+        Args:
+            batches: this process's micro-batches of one optimizer step, at least one.
+        """
+        if self._objective.correction != "decoupled":
+            return list(batches)
+        logprobs = self._sweep(batches, policy_logprobs)
+        return [
+            replace(batch, scores=replace(batch.scores, proximal_logprobs=logprobs_NK))
+            for batch, logprobs_NK in zip(batches, logprobs, strict=True)
+        ]
+
     def step(self, batches: Sequence[PackedBatch], *, current_version: int) -> dict[str, float]:
         """One optimizer step on the sum of all micro-batches' gradients.
 
@@ -118,6 +152,7 @@ class Learner:
         # Made anew from the step's number, so that a resumed run draws what the uninterrupted one would have drawn.
         entropy = np.random.SeedSequence([self._seed, self.steps_taken, self._world.rank])
         generator = torch.Generator().manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
+        bound = self._m2po_bound(batches)
         outputs = []
         for batch in equalize(batches, self._world):
             output = self.model(
@@ -126,6 +161,7 @@ class Learner:
                 num_tokens=max(num_tokens, 1),
                 current_version=current_version,
                 generator=generator,
+                m2po_bound=bound,
             )
             output.loss.backward()
             outputs.append(output)
@@ -145,6 +181,22 @@ class Learner:
             "tokens": num_tokens,
             **average_metrics([output.metrics for output in outputs], counts, self._world),
         }
+
+    def _m2po_bound(self, batches: Sequence[PackedBatch]) -> Tensor | None:
+        """M2PO's bound: it depends on all samples of the optimizer step, in every micro-batch of every process."""
+        if self._objective.correction != "m2po":
+            return None
+        squares = self._world.gather(torch.cat(self._sweep(batches, binding_squares)))
+        return m2po_bound(torch.cat(squares), self._objective.m2_budget).to(self._world.device)
+
+    def _sweep(self, batches: Sequence[PackedBatch], read: Callable[..., Tensor]) -> list[Tensor]:
+        """`DistillationModel.sweep` of each micro-batch, on the CPU."""
+        found = [
+            self.model.sweep(batch.to(self._world.device), self._objective, read).cpu()
+            for batch in equalize(batches, self._world)
+        ]
+        reshard(self.model)
+        return found[: len(batches)]
 
 
 def equalize(batches: Sequence[PackedBatch], world: World) -> list[PackedBatch]:

@@ -61,12 +61,14 @@ def train(config: Config, *, resume: bool = False) -> RunSummary:
             scored = schedule.next_batch()
             # Contiguous parts, so that a sample's minibatch does not depend on the number of processes.
             size = len(scored) // config.schedule.minibatches
-            for first in range(0, len(scored), size):
-                with clock.phase("pack"):
-                    batches = pack(scored[first : first + size], config.training.tokens_per_microbatch)
-                with clock.phase("train"):
+            with clock.phase("pack"):
+                parts_of_batch = [scored[first : first + size] for first in range(0, len(scored), size)]
+                minibatches = [pack(part, config.training.tokens_per_microbatch) for part in parts_of_batch]
+            with clock.phase("train"):
+                minibatches = [learner.with_proximal_policy(batches) for batches in minibatches]
+                for batches in minibatches:
                     metrics = learner.step(batches, current_version=version)
-                clock.count_tokens("train", sum(len(batch.input_ids) for batch in batches))
+            clock.count_tokens("train", sum(len(batch.input_ids) for batches in minibatches for batch in batches))
             with clock.phase("weights"):
                 parts.engine.load_weights(named_weights(parts.student), version + 1)
 

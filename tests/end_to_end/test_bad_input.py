@@ -42,12 +42,15 @@ SETTINGS = {
     "unknown choice": (["--objective.kind", "forward_lk"], ["'forward_lk'", "did you mean 'forward_kl'?"]),
     "unused option": (["--objective.clip_low", "0.1"], ["objective.clip_low = 0.1", "leave it out"]),
     "batch and minibatches": (["--schedule.minibatches", "3"], ["schedule.minibatches = 3", "choose a divisor"]),
-    "teacher's samples": (["--objective.kind", "mc_forward_kl"], ["mc_forward_kl", "'forward_kl'"]),
     "hybrid of own answers": ([*HYBRID, "dense"], ["rollout.engine = 'native'", "rollout.engine = 'answers'"]),
-    "hybrid of samples": ([*HYBRID, "sampled", *ANSWERS], ["objective.support = 'sampled'", "'dense'"]),
-    "decoupled": (
-        [*POLICY_GRADIENT, "--objective.correction", "decoupled"],
-        ["objective.correction = 'decoupled'", "'ppo_clip'"],
+    "hybrid of a hotter student": (
+        [*HYBRID, "sampled", *ANSWERS, "--rollout.sampling.temperature", "2.0"],
+        ["hybrid weighs tokens", "rollout.sampling.temperature = 2.0"],
+    ),
+    "policy gradient of expert answers": ([*POLICY_GRADIENT, *ANSWERS], ["policy_gradient", "engine = 'native'"]),
+    "student's samples that nobody reads": (
+        ["--objective.kind", "mc_forward_kl", "--rollout.num_samples", "4"],
+        ["rollout.num_samples = 4 has no effect", "set teacher.num_samples"],
     ),
     "top-k of a point mass": (
         ["--objective.kind", "reverse_kl", "--rollout.sampling.temperature", "0"],

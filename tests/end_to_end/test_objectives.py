@@ -21,8 +21,19 @@ RUNS = {
         *("--objective.kind", "policy_gradient", "--objective.correction", "truncated"),
         *("--rollout.sampling.top_p", "0.8", "--rollout.num_samples", "2"),
     ),
+    "policy_gradient, M2PO": (
+        *("--objective.kind", "policy_gradient", "--objective.correction", "m2po", "--objective.m2_budget", "0.001"),
+        *("--schedule.minibatches", "2"),
+    ),
+    "policy_gradient, decoupled": (
+        *("--objective.kind", "policy_gradient", "--objective.correction", "decoupled"),
+        *("--schedule.minibatches", "2"),
+    ),
+    "reverse_kl of expert answers": ("--objective.kind", "reverse_kl", "--rollout.engine", "answers"),
+    "mc_forward_kl": ("--objective.kind", "mc_forward_kl", "--teacher.num_samples", "4"),
     "cross_entropy": NO_TEACHER,
-    "hybrid": ("--objective.kind", "hybrid", "--objective.support", "dense", "--rollout.engine", "answers"),
+    "hybrid": ("--objective.kind", "hybrid", "--rollout.engine", "answers"),
+    "hybrid, dense": ("--objective.kind", "hybrid", "--objective.support", "dense", "--rollout.engine", "answers"),
     "jsd, dense": ("--objective.kind", "jsd", "--objective.support", "dense"),
 }
 

@@ -35,11 +35,15 @@ def _check_answers(config: Config) -> None:
             f"objective.kind = 'cross_entropy' would train the student on its own answers (rollout.engine = "
             f"{engine!r}); set rollout.engine = 'answers' to train on the data's responses"
         )
-    if engine == "answers" and (kind == "policy_gradient" or config.objective.support == "student_topk"):
+    if kind == "hybrid" and engine != "answers":
         raise ValueError(
-            "rollout.engine = 'answers' writes nothing with the student, so there are no behaviour log-probabilities "
-            f"and no student top-k for objective.kind = {kind!r}, support = {config.objective.support!r}; "
-            "set rollout.engine = 'native'"
+            "objective.kind = 'hybrid' weighs an expert's tokens against the student's at the same places, and with "
+            f"rollout.engine = {engine!r} there is no expert; set rollout.engine = 'answers'"
+        )
+    if kind == "policy_gradient" and engine == "answers":
+        raise ValueError(
+            "objective.kind = 'policy_gradient' weighs what the student wrote, and rollout.engine = 'answers' writes "
+            "nothing with it; set rollout.engine = 'native'"
         )
     if engine == "answers" and config.schedule.samples_per_prompt > 1:
         raise ValueError(
@@ -51,21 +55,11 @@ def _check_answers(config: Config) -> None:
 def _check_candidates(config: Config) -> None:
     """The tokens that the objective compares must be what the engine or the teacher brings."""
     objective, sampling = config.objective, config.rollout.sampling
-    if objective.kind == "mc_forward_kl":
+    if config.rollout.num_samples > 1 and (objective.kind, objective.support) != ("policy_gradient", "sampled"):
+        remedy = "set teacher.num_samples" if objective.kind == "mc_forward_kl" else "leave it out"
         raise ValueError(
-            "objective.kind = 'mc_forward_kl' needs samples that the teacher drew, and no teacher draws any; choose "
-            "'forward_kl', which sums over the teacher's most likely tokens"
-        )
-    if objective.kind == "hybrid" and (config.rollout.engine, objective.support) != ("answers", "dense"):
-        raise ValueError(
-            f"objective.kind = 'hybrid' weighs an expert's tokens against the student's at the same places, so "
-            f"rollout.engine = {config.rollout.engine!r} with objective.support = {objective.support!r} cannot serve; "
-            "set rollout.engine = 'answers' and objective.support = 'dense'"
-        )
-    if objective.correction == "decoupled":
-        raise ValueError(
-            "objective.correction = 'decoupled' tells the policy that wrote from the one that a batch started with; "
-            "with schedule.mode = 'sync' they are the same, choose 'ppo_clip'"
+            f"rollout.num_samples = {config.rollout.num_samples} has no effect with objective.kind = "
+            f"{objective.kind!r}, support = {objective.support!r}; {remedy}"
         )
     if objective.support != "student_topk":
         return
@@ -82,13 +76,12 @@ def _check_candidates(config: Config) -> None:
 
 
 def _check_temperature(config: Config) -> None:
-    sampling = config.rollout.sampling
-    if config.objective.kind != "policy_gradient":
-        return
-    if sampling.temperature != config.objective.temperature:
+    objective, sampling = config.objective, config.rollout.sampling
+    weighs_samples = objective.kind == "policy_gradient" or (objective.kind, objective.support) == ("hybrid", "sampled")
+    if weighs_samples and sampling.temperature != objective.temperature:
         raise ValueError(
-            f"policy_gradient compares the student with the policy that wrote the answer, so objective.temperature = "
-            f"{config.objective.temperature} must equal rollout.sampling.temperature = {sampling.temperature}"
+            f"{objective.kind} weighs tokens that the student drew by their probability, so objective.temperature = "
+            f"{objective.temperature} must equal rollout.sampling.temperature = {sampling.temperature}"
         )
 
 

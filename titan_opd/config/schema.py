@@ -56,6 +56,9 @@ class TeacherConfig:
     )
     dtype: str = option("float32", "of the teacher's weights and products", choices=DTYPES)
     top_k: int = option(64, "candidates a token for the support 'teacher_topk'", minimum=1, maximum=256)
+    num_samples: int = option(
+        64, "Monte Carlo samples that the teacher draws at each token for the kind 'mc_forward_kl'", minimum=1
+    )
     tokens_per_forward: int = option(8192, "most packed tokens in one forward pass of the scorer", minimum=1)
 
     def __post_init__(self) -> None:
@@ -87,14 +90,15 @@ class RolloutConfig:
 
     engine: str = option(
         "native",
-        "'native': the student writes; 'answers': the data's own expert responses are used",
+        "'native': the student writes; 'answers': the data's own expert responses are used (and read by the student "
+        "where the objective compares its samples or its most likely tokens)",
         choices=("native", "answers"),
     )
     dtype: str = option("float32", "of the engine's copy of the weights and its products", choices=DTYPES)
     sampling: SamplingConfig = option(SamplingConfig, "how the student's tokens are drawn")
     max_concurrent: int = option(64, "answers written at the same time; each holds a row of the KV cache", minimum=1)
     num_samples: int = option(
-        1, "Monte Carlo samples a token for the support 'sampled', the written token among them", minimum=1
+        1, "Monte Carlo samples a token for the kind 'policy_gradient', the written token among them", minimum=1
     )
     student_top_k: int = option(64, "candidates a token for the support 'student_topk'", minimum=1, maximum=256)
 

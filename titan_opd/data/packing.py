@@ -58,11 +58,12 @@ def plan_microbatches(trajectories: Sequence[Trajectory], capacity: int, *, opti
     trained = [i for i, trajectory in enumerate(trajectories) if len(trajectory.response_ids)]
     for i in trained:
         _check_length(trajectories[i], capacity, option)
-    bins = _first_fit_decreasing([_num_inputs(trajectories[i]) for i in trained], capacity)
+    bins = _first_fit_decreasing([num_inputs(trajectories[i]) for i in trained], capacity)
     return [[trained[member] for member in members] for members in bins]
 
 
-def _num_inputs(trajectory: Trajectory) -> int:
+def num_inputs(trajectory: Trajectory) -> int:
+    """Tokens that the model reads of a prompt and its answer."""
     return len(trajectory.prompt.token_ids) + len(trajectory.response_ids) - 1
 
 
@@ -70,9 +71,9 @@ def _check_length(trajectory: Trajectory, capacity: int, option: str) -> None:
     prompt = trajectory.prompt
     if not len(prompt.token_ids):
         raise ValueError(f"prompt {prompt.id!r} has no token, so nothing predicts the first token of its answer")
-    if _num_inputs(trajectory) > capacity:
+    if num_inputs(trajectory) > capacity:
         raise ValueError(
-            f"prompt {prompt.id!r} and its answer have {_num_inputs(trajectory)} input tokens, more than "
+            f"prompt {prompt.id!r} and its answer have {num_inputs(trajectory)} input tokens, more than "
             f"{option} = {capacity}; raise that, or lower rollout.sampling.max_new_tokens or data.max_prompt_tokens"
         )
 
@@ -122,7 +123,7 @@ def pack_microbatch(scored: Sequence[ScoredTrajectory]) -> PackedBatch:
     for one in scored:
         _check_rows(one)
     trajectories = [one.trajectory for one in scored]
-    lengths = [_num_inputs(trajectory) for trajectory in trajectories]
+    lengths = [num_inputs(trajectory) for trajectory in trajectories]
     starts = list(accumulate(lengths, initial=0))
     inputs, loss_positions = [], []
     for trajectory, start in zip(trajectories, starts, strict=False):  # `starts` ends with the total

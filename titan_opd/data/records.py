@@ -66,11 +66,12 @@ class Trajectory:
         response_ids: [N] int64, the stop token included when there is one.
         policy_versions: [N] int32, the version of the weights that wrote each token.
         finish_reason: "stop", "length", or "expert" for an answer that nobody sampled.
-        sampling: the sampler's settings; None for an expert's answer.
-        behavior_logprobs: [N] float32, of the distribution really sampled from; None for an expert's answer.
+        sampling: the sampler's settings; None for an expert's answer that no policy has read.
+        behavior_logprobs: [N] float32, of the distribution really sampled from; for an expert's answer those of the
+            policy that read it, None where none did.
         behavior_support: [N, M] int64, the ids that truncated sampling kept, padded with -1; None when not truncated.
         sampled_ids, sampled_logprobs: [N, m] Monte Carlo samples at each position and their behaviour
-            log-probabilities; column 0 is the token of the response itself.
+            log-probabilities; column 0 is the token of the response itself, an expert's too.
         topk_ids, topk_logprobs: [N, K] the student's most likely tokens and their log-probabilities, normalised over
             the whole vocabulary at the sampling temperature.
     """

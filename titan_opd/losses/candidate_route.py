@@ -10,7 +10,6 @@ from torch import Tensor
 
 from titan_opd.losses.head import HeadInputs
 from titan_opd.losses.logit_gradient import Partials, write_logit_gradient
-from titan_opd.losses.policy import PolicyGradient
 from titan_opd.losses.rows import RowLoss, RowValues, StudentRows
 from titan_opd.losses.scores import TeacherScores
 from titan_opd.ops import RowStats
@@ -32,13 +31,13 @@ class CandidateRoute:
         ids_CK = self.row_loss.candidates(scores)
         stats = inputs.shard.stats(logits_CV[:, :-1], ids_CK)
         if not write_gradient:
-            return self.row_loss(student_rows(stats, *_logits_below_max(stats)), scores)
+            return self.row_loss(student_rows(stats, *logits_below_max(stats)), scores)
         values, partials = _differentiate(self.row_loss, stats, scores, inputs.coefficients[rows])
         write_logit_gradient(logits_CV, ids_CK, stats, partials, inputs.shard)
         return values
 
 
-def _logits_below_max(stats: RowStats) -> tuple[Tensor, Tensor, Tensor]:
+def logits_below_max(stats: RowStats) -> tuple[Tensor, Tensor, Tensor]:
     """The candidates' logits [C, K], L [C] and t [C], all less the row's largest logit.
 
     Only so are the log-probabilities of a peaked row exact in float32: L itself is rounded to the spacing of numbers of
@@ -64,21 +63,9 @@ def _differentiate(
     row_loss: RowLoss, stats: RowStats, scores: TeacherScores, coefficients_C: Tensor
 ) -> tuple[RowValues, Partials]:
     with torch.enable_grad():
-        leaves = [leaf.requires_grad_() for leaf in _logits_below_max(stats)]
+        leaves = [leaf.requires_grad_() for leaf in logits_below_max(stats)]
         values = row_loss(student_rows(stats, *leaves), scores)
         total = (coefficients_C * values.per_token).sum()
         candidates_CK, lse_C, tail_C = torch.autograd.grad(total, leaves, allow_unused=True)
     zeros_C = torch.zeros_like(stats.max)
     return values, Partials(candidates_CK, zeros_C if lse_C is None else lse_C, tail_C)
-
-
-@torch.no_grad()
-def bound_by_batch(inputs: HeadInputs, loss: PolicyGradient) -> PolicyGradient:
-    """The loss with M2PO's bound, which depends on all rows: a pass of its own, one product more."""
-    squares = []
-    for rows, logits_CV in inputs.logits():
-        scores = inputs.scores[rows]
-        stats = inputs.shard.stats(logits_CV[:, :-1], loss.candidates(scores))
-        student = student_rows(stats, *_logits_below_max(stats))
-        squares.append(loss.binding_squares(student, scores))
-    return loss.with_bound(torch.cat(squares))

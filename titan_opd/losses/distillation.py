@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_opd.config.objective import Objective
-from titan_opd.losses.candidate_route import CandidateRoute, bound_by_batch
-from titan_opd.losses.checks import check_shapes, check_values, usable_fields
+from titan_opd.losses.candidate_route import CandidateRoute
 from titan_opd.losses.dense_route import DenseRoute, TeacherLogits
 from titan_opd.losses.head import HeadInputs, HeadOutput, Route, run_head
 from titan_opd.losses.hybrid import Hybrid
 from titan_opd.losses.hybrid_route import DrawnHybridRoute, draw_uniforms
+from titan_opd.losses.inputs import build_inputs
 from titan_opd.losses.policy import PolicyGradient
 from titan_opd.losses.rows import RowLoss
 from titan_opd.losses.samples import CrossEntropy, MonteCarloForwardKL
 from titan_opd.losses.scores import TeacherScores
 from titan_opd.losses.sparse import SupportDivergence
-from titan_opd.losses.vocab_parallel import VocabShard, product_dtype
+from titan_opd.losses.sweeps import call_bound
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,7 @@ def distillation_loss(
     *,
     logits_chunk_mb: float = 256.0,
     generator: torch.Generator | None = None,
+    m2po_bound: Tensor | None = None,
 ) -> DistillationOutput:
     """The objective's loss on response tokens, never holding a matrix of tokens by vocabulary.
 
@@ -79,41 +80,33 @@ def distillation_loss(
         logits_chunk_mb: memory for a chunk of logits, MiB.
         generator: draws the student's sample for a dense `hybrid`; None: torch's default generator. Under tp_group the
             first rank's numbers are used.
+        m2po_bound: scalar, the bound of a whole optimizer step's samples, by `losses.m2po_bound`; None: that of this
+            call's, found in a pass over the logits of its own.
 
     Raises:
         ValueError: a field that the objective needs is missing, or shapes, ids or log-probabilities cannot be right.
     """
-    check_shapes(hidden, lm_head_weight, objective, scores, token_weights)
-    if num_tokens is not None and not num_tokens > 0:
-        raise ValueError(f"num_tokens = {num_tokens} must be positive; it divides the loss")
-    sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-    active = token_weights.nonzero().squeeze(1)
-    active_scores = _used_scores(scores, objective, sum_dtype)[active]
-    weights = token_weights[active].to(sum_dtype)
-    staleness = _staleness(objective, policy_versions, current_version, active)
-    if staleness is not None:
-        weights = weights * objective.staleness_discount ** staleness.to(sum_dtype)
-
-    shard = VocabShard.create(lm_head_weight, product_dtype(hidden), vocab_size, tp_group)
-    check_values(objective, active_scores, weights, staleness, vocab_size=shard.vocab_size, row_numbers_N=active)
-    teacher = None
-    if objective.support == "dense":
-        teacher = TeacherLogits.create(active_scores, objective.temperature, vocab_size, beside=shard)
-    inputs = HeadInputs(
-        hidden=hidden.detach()[active].to(shard.weight.dtype),
-        scores=active_scores,
-        coefficients=weights / (max(len(active), 1) if num_tokens is None else num_tokens),
-        shard=shard,
-        temperature=objective.temperature,
-        rows_per_chunk=_rows_per_chunk(logits_chunk_mb, shard, teacher),
+    inputs, teacher = build_inputs(
+        hidden,
+        lm_head_weight,
+        objective,
+        scores,
+        token_weights,
+        num_tokens=num_tokens,
+        policy_versions=policy_versions,
+        current_version=current_version,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        logits_chunk_mb=logits_chunk_mb,
     )
+    active = inputs.row_numbers
     uniforms = None
     if objective.kind == "hybrid" and teacher is not None:
-        uniforms = draw_uniforms(len(hidden), like=weights, group=tp_group, generator=generator)[active]
+        uniforms = draw_uniforms(len(hidden), like=inputs.coefficients, group=tp_group, generator=generator)[active]
     grad_enabled = torch.is_grad_enabled()
     output = run_head(
         inputs,
-        _route(objective, inputs, teacher, uniforms),
+        _route(objective, inputs, teacher, uniforms, m2po_bound),
         for_hidden=grad_enabled and hidden.requires_grad,
         for_weight=grad_enabled and lm_head_weight.requires_grad,
     )
@@ -122,41 +115,20 @@ def distillation_loss(
     return DistillationOutput(loss, per_token, output.metrics)
 
 
-def _used_scores(scores: TeacherScores, objective: Objective, dtype: torch.dtype) -> TeacherScores:
-    """Only what the objective reads, log-probabilities in the dtype of the sums."""
-    values = {name: getattr(scores, name) for name in usable_fields(objective)}
-    for name, value in values.items():
-        if value is not None:
-            values[name] = value.detach().to(dtype) if name.endswith("logprobs") else value.detach()
-    return TeacherScores(**values)
-
-
-def _staleness(
-    objective: Objective, policy_versions: Tensor | None, current_version: int | None, active: Tensor
-) -> Tensor | None:
-    """[N] versions behind of the rows that count, when the objective discounts them."""
-    if objective.staleness_discount == 1:
-        return None
-    if policy_versions is None or current_version is None:
-        raise ValueError(
-            f"objective.staleness_discount = {objective.staleness_discount} needs policy_versions and current_version"
-        )
-    return current_version - policy_versions[active].long()
-
-
-def _rows_per_chunk(logits_chunk_mb: float, shard: VocabShard, teacher: TeacherLogits | None) -> int:
-    """As many rows as have their logits, the student's and the teacher's, in the given memory."""
-    row_bytes = shard.max_row_bytes + (0 if teacher is None else teacher.shard.max_row_bytes)
-    return max(1, int(logits_chunk_mb * 2**20 / row_bytes))
-
-
-def _route(objective: Objective, inputs: HeadInputs, teacher: TeacherLogits | None, uniforms: Tensor | None) -> Route:
+def _route(
+    objective: Objective,
+    inputs: HeadInputs,
+    teacher: TeacherLogits | None,
+    uniforms: Tensor | None,
+    m2po_bound: Tensor | None,
+) -> Route:
     if teacher is not None and uniforms is not None:
         return DrawnHybridRoute(Hybrid(objective), teacher, uniforms)
     if teacher is not None:
         return DenseRoute(objective, teacher)
     if objective.correction == "m2po":
-        return CandidateRoute(bound_by_batch(inputs, PolicyGradient(objective)))
+        bound = call_bound(inputs, objective) if m2po_bound is None else m2po_bound
+        return CandidateRoute(PolicyGradient(objective, bound))
     return CandidateRoute(_row_loss(objective))
 
 

@@ -29,6 +29,7 @@ class HeadInputs:
     """The rows that count, and how.
 
     Attributes:
+        row_numbers: [N] int64, which of the caller's rows these are.
         hidden: [N, H], the student's hidden states, in the dtype of the products.
         scores: the teacher's, of the same rows.
         coefficients: [N], what a row's value is multiplied by in the loss; float32, float64 for float64 products.
@@ -37,6 +38,7 @@ class HeadInputs:
         rows_per_chunk: how many rows' logits are held at a time; the same on all ranks of the shard's group.
     """
 
+    row_numbers: Tensor
     hidden: Tensor
     scores: TeacherScores
     coefficients: Tensor

@@ -95,6 +95,11 @@ class PolicyGradient:
         return RowValues(per_token_C, self._metrics(samples, corrected, scores))
 
     @torch.no_grad()
+    def policy_logprobs(self, student: StudentRows, scores: TeacherScores) -> Tensor:
+        """[C, K] of the samples, in the distribution really sampled from: what the ratios are made of."""
+        return self._samples(student, scores).log_policy
+
+    @torch.no_grad()
     def binding_squares(self, student: StudentRows, scores: TeacherScores) -> Tensor:
         """[C, K] the squared log-ratios of samples whose clip would bind, infinity for the others; for `m2po_bound`."""
         samples = self._samples(student, scores)
@@ -196,16 +201,16 @@ class PolicyGradient:
             metrics["dropped_share"] = row_mean(corrected.dropped)
         return metrics
 
-    def with_bound(self, squares_NK: Tensor) -> PolicyGradient:
-        """The same loss with M2PO's bound for a batch of `binding_squares`."""
-        return PolicyGradient(self.objective, m2po_bound(squares_NK, self.objective.m2_budget))
-
 
 def m2po_bound(squares_NK: Tensor, budget: float) -> Tensor:
     """Scalar tau: the largest bound on |log ratio| under which the binding samples' mean square is within `budget`.
 
     The largest tau with sum_i min(d_i^2, tau^2) <= budget * n over the n finite entries; infinity when no bound is
     needed. Continuous in the d_i. One sort and one cumulative sum, no synchronisation with the host.
+
+    Args:
+        squares_NK: squared log-ratios of the samples whose clip would bind, of any shape; infinite for the others.
+        budget: `Objective.m2_budget`.
     """
     squares = squares_NK.flatten().sort().values
     num_binding = squares.isfinite().sum()

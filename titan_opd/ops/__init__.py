@@ -1,7 +1,8 @@
 """Python face of the compiled operators in csrc/, each with its plain PyTorch reference beside it.
 
 `gather_stats` reads each row of logits once; `reference.gather_stats_reference` is what it must equal; `describe` says
-which code serves on this machine. Importing this package needs the compiled extension.
+which code serves on this machine. Importing this package needs the compiled extension. In plain PyTorch: `noise`,
+counter-based uniforms, and `draw`, what they draw from rows of logits.
 """
 
 from __future__ import annotations

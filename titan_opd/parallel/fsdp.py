@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from titan_opd.models import Decoder, apply_activation_checkpointing
@@ -20,16 +20,18 @@ def parallelize(
     *,
     compute_dtype: torch.dtype,
     recompute_activations: bool,
+    forward_methods: Sequence[str] = (),
 ) -> None:
     """Make `model`, in place, one whose parameters are sharded over `world`.
 
     Args:
-        model: the decoder with its loss on top; its forward must be the only way into the decoder, because it gathers
-            the embedding, the final norm and the output projection.
+        model: the decoder with its loss on top; its forward and `forward_methods` must be the only ways into the
+            decoder, because they gather the embedding, the final norm and the output projection.
         decoder: the decoder in `model`, float32.
         world: the processes.
         compute_dtype: of the layers' products and activations; masters, gradients and reductions are float32.
         recompute_activations: keep only each layer's input for the backward pass.
+        forward_methods: names of the other methods of `model` that compute with the decoder.
     """
     if recompute_activations:
         apply_activation_checkpointing(decoder)
@@ -40,6 +42,8 @@ def parallelize(
     # The embedding and the output projection stay float32: autograd casts a gradient to its parameter's type, and the
     # loss head's float32 gradient of the vocabulary matrix must reach the reduction as it is. The head casts it.
     fully_shard(model, mesh=world.mesh, mp_policy=MixedPrecisionPolicy())
+    for name in forward_methods:
+        register_fsdp_forward_method(model, name)
     for module in fsdp_modules(model):
         # One rule for the loss's scale: it is divided by the trained tokens of all processes, so gradients are summed.
         module.set_force_sum_reduction_for_comms(True)

@@ -10,31 +10,40 @@ from torch import Tensor
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.data.records import Sample, Trajectory
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
+from titan_opd.rollout.native import NativeEngine
 
 
 class AnswersEngine:
     """The engine of `rollout.engine = "answers"`: each prompt is answered by its own `response_ids`.
 
-    Nothing is sampled: the sampler's settings do not apply, and a trajectory has no behaviour log-probabilities.
+    No answer is sampled. Where an objective needs the student's view of the expert's answer (what it would have written
+    at each token, its most likely tokens), an engine with the student's weights reads the answer.
+
+    Args:
+        reader: reads the answers; None where nothing is recorded.
     """
 
-    def __init__(self) -> None:
-        self.policy_version = 0
+    def __init__(self, reader: NativeEngine | None = None) -> None:
+        self.policy_version = 0 if reader is None else reader.policy_version
+        self._reader = reader
 
     def generate(
         self, samples: Sequence[Sample], sampling: SamplingConfig, recording: Recording = RECORD_NOTHING
     ) -> list[Trajectory]:
-        """The expert's response to each sample's prompt.
+        """The expert's response to each sample's prompt, read by the student when something is to be recorded.
 
         Raises:
-            ValueError: a prompt has no response, or `recording` asks for what only a student's distribution has.
+            ValueError: a prompt has no response, or `recording` asks for the student's view and there is no reader.
         """
-        if recording != RECORD_NOTHING:
+        answers = [self._answer(sample) for sample in samples]
+        if recording == RECORD_NOTHING:
+            return answers
+        if self._reader is None:
             raise ValueError(
-                f"{recording} cannot be recorded from an expert's responses, which nobody sampled; "
-                "choose rollout.engine = 'native', or an objective that needs no samples of the student"
+                f"{recording} cannot be recorded from an expert's responses without an engine that reads them; pass "
+                "AnswersEngine a reader"
             )
-        return [self._answer(sample) for sample in samples]
+        return self._reader.read(answers, sampling, recording)
 
     def _answer(self, sample: Sample) -> Trajectory:
         response_ids = sample.prompt.response_ids
@@ -47,10 +56,12 @@ class AnswersEngine:
         return Trajectory(sample, response_ids, versions, finish_reason="expert")
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Note the version. There are no weights to take: `named_tensors` is left unread.
+        """Hand the weights to the reader; without one note the version and leave `named_tensors` unread.
 
         Raises:
-            ValueError: `version` is below the present one.
+            ValueError: `version` is below the present one, or the weights do not fit the reader.
         """
         check_version(self.policy_version, version)
+        if self._reader is not None:
+            self._reader.load_weights(named_tensors, version)
         self.policy_version = version

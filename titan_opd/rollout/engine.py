@@ -17,7 +17,8 @@ class Recording:
     """What an engine writes down at each position beside the token and its log-probability.
 
     Attributes:
-        num_samples: m, Monte Carlo samples a token, the written token among them as column 0; 0 records none.
+        num_samples: m, Monte Carlo samples a token, the written token among them as column 0 (where an expert's answer
+            is read: the expert's token); 0 records none.
         top_k: K, the student's most likely tokens with log-probabilities normalised over the whole vocabulary at the
             sampling temperature; 0 records none.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import Decoder
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 from titan_opd.rollout.kv_cache import KVCache, StepAttention
+from titan_opd.rollout.reading import read_answers
 from titan_opd.rollout.running import RunningBatch
 from titan_opd.rollout.sampler import Sampler
 
@@ -79,11 +81,7 @@ class NativeEngine:
         Raises:
             ValueError: a prompt is empty or too long, the settings cannot be met, or the last weight update failed.
         """
-        if self._failed_update is not None:
-            raise ValueError(
-                f"the engine holds an incomplete weight update ({self._failed_update}); it writes again after a "
-                "complete load_weights"
-            )
+        self._check_weights()
         stop_ids = self._stop_ids | set(sampling.stop_ids)
         self._check_stop_ids(stop_ids)
         for sample in samples:
@@ -139,6 +137,31 @@ class NativeEngine:
         return torch.cat([hidden_TH[:num_decoding], hidden_TH[ends.to(hidden_TH.device)]])
 
     @torch.no_grad()
+    def read(
+        self, trajectories: Sequence[Trajectory], sampling: SamplingConfig, recording: Recording
+    ) -> list[Trajectory]:
+        """Answers that somebody else wrote, with what this policy says at each of their tokens, in the same order.
+
+        The log-probabilities of their tokens and whatever `recording` asks for, under the settings of `sampling`; the
+        sampled columns beside the token's own are draws of this policy at the same prefix.
+
+        Args:
+            trajectories: answers of at least one token; `Sample.number` keys the noise.
+            sampling: how tokens are drawn.
+            recording: what to write down.
+
+        Raises:
+            ValueError: the settings cannot be met, or the last weight update failed.
+        """
+        self._check_weights()
+        _check_numbers([trajectory.sample for trajectory in trajectories])
+        sampler = Sampler(sampling, recording, vocab_size=self._vocab_size, seed=self._seed)
+        return [
+            replace(trajectory, sampling=sampling)
+            for trajectory in read_answers(self._decoder, trajectories, sampler, rows_per_chunk=self._max_concurrent)
+        ]
+
+    @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy all weights of policy version `version` into the decoder's own storage, cast to its dtype.
 
@@ -169,6 +192,13 @@ class NativeEngine:
             raise
         self._failed_update = None
         self.policy_version = version
+
+    def _check_weights(self) -> None:
+        if self._failed_update is not None:
+            raise ValueError(
+                f"the engine holds an incomplete weight update ({self._failed_update}); it writes again after a "
+                "complete load_weights"
+            )
 
     def _check_stop_ids(self, stop_ids: Collection[int]) -> None:
         unreachable = sorted(stop_id for stop_id in stop_ids if not 0 <= stop_id < self._vocab_size)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.ops import gather_stats
+from titan_opd.ops.draw import cumulative_mass, draw_columns
+from titan_opd.ops.noise import uniforms
 from titan_opd.rollout.engine import Recording
-from titan_opd.rollout.noise import uniforms
 
 _FIRST_WINDOW = 256  # candidates that top-p sorts first; widened until they hold the mass
 
@@ -68,13 +69,15 @@ class Sampler:
         self._vocab_size = vocab_size
         self._seed = seed
 
-    def draw(self, logits_RV: Tensor, numbers_R: Tensor, positions_R: Tensor) -> Draws:
+    def draw(self, logits_RV: Tensor, numbers_R: Tensor, positions_R: Tensor, written_R: Tensor | None = None) -> Draws:
         """One token, and what is recorded with it, for each row.
 
         Args:
             logits_RV: [R, V], any floating type; computed with in float32.
             numbers_R: [R] int64, sample numbers, for the noise.
             positions_R: [R] int64, position in the answer, for the noise.
+            written_R: [R] int64, the tokens of an answer that somebody else wrote, which are then not drawn; they have
+                log-probability -inf where they could not have been. The samples beside them are drawn.
 
         Raises:
             ValueError: a row has a NaN or +inf, or no finite logit at all.
@@ -85,7 +88,11 @@ class Sampler:
             max_R, argmax_R = logits_RV.max(dim=-1)
             _check_finite(max_R, numbers_R)
             ids_Rm = argmax_R[:, None].expand(-1, num_samples)
-            return self._draws(ids_Rm, torch.zeros_like(ids_Rm, dtype=torch.float32))
+            logprobs_Rm = torch.zeros_like(ids_Rm, dtype=torch.float32)
+            if written_R is not None:
+                logprobs_R1 = torch.where(written_R == argmax_R, 0.0, -torch.inf)[:, None]
+                ids_Rm, logprobs_Rm = _put_first(written_R[:, None], ids_Rm), _put_first(logprobs_R1, logprobs_Rm)
+            return self._draws(ids_Rm, logprobs_Rm)
 
         if self._sampling.temperature != 1:
             logits_RV = logits_RV / self._sampling.temperature
@@ -96,13 +103,14 @@ class Sampler:
         else:
             logits_RC, ids_RC = logits_RV, None
 
-        cdf_RC = _cumulative_mass(logits_RC, max_R1)
-        mass_R1 = cdf_RC[:, -1:]
-        targets_Rm = uniforms(self._seed, numbers_R, positions_R, num_samples) * mass_R1
-        columns_Rm = torch.searchsorted(cdf_RC, targets_Rm, right=True)
-        logprobs_Rm = (logits_RC.gather(1, columns_Rm).double() - max_R1 - mass_R1.log()).float()
+        cdf_RC = cumulative_mass(logits_RC, max_R1)
+        columns_Rm = draw_columns(cdf_RC, uniforms(self._seed, numbers_R, positions_R, num_samples))
+        logits_Rm = logits_RC.gather(1, columns_Rm)
         ids_Rm = columns_Rm if ids_RC is None else ids_RC.gather(1, columns_Rm)
-        draws = self._draws(ids_Rm, logprobs_Rm)
+        if written_R is not None:
+            ids_Rm = _put_first(written_R[:, None], ids_Rm)
+            logits_Rm = _put_first(_logits_of(written_R[:, None], logits_RC, ids_RC), logits_Rm)
+        draws = self._draws(ids_Rm, (logits_Rm.double() - max_R1 - cdf_RC[:, -1:].log()).float())
         if ids_RC is not None:
             draws = draws._replace(support=_kept_ids(logits_RC, ids_RC))
         if self._recording.top_k:
@@ -139,7 +147,7 @@ def truncate(logits_RV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tenso
     def candidates(count: int) -> tuple[Tensor, Tensor, Tensor]:
         ids_RC = keys_RV.topk(count, dim=-1).indices
         logits_RC = logits_RV.gather(1, ids_RC)
-        return logits_RC, ids_RC, _cumulative_mass(logits_RC, max_R1)
+        return logits_RC, ids_RC, cumulative_mass(logits_RC, max_R1)
 
     if top_k:
         logits_RC, ids_RC, cdf_RC = candidates(min(top_k, vocab_size))
@@ -175,9 +183,16 @@ def _order_keys(logits_RV: Tensor) -> Tensor:
     return (ordered_RV.long() << 32) + torch.arange(vocab_size - 1, -1, -1, device=logits_RV.device)
 
 
-def _cumulative_mass(logits_RC: Tensor, max_R1: Tensor) -> Tensor:
-    """[R, C] running sums of exp(logit - max); in float64, as float32 would lose the small steps of a long tail."""
-    return torch.cumsum((logits_RC - max_R1).exp_(), dim=-1, dtype=torch.float64)
+def _put_first(column_R1: Tensor, values_Rm: Tensor) -> Tensor:
+    """[R, m] `values_Rm` with another first column."""
+    return torch.cat([column_R1, values_Rm[:, 1:]], dim=1)
+
+
+def _logits_of(written_R1: Tensor, logits_RC: Tensor, ids_RC: Tensor | None) -> Tensor:
+    """[R, 1] the logit of one token a row, -inf where truncation cut it off; ids of None are 0, 1, ..."""
+    if ids_RC is None:
+        return logits_RC.gather(1, written_R1)
+    return logits_RC.masked_fill(ids_RC != written_R1, -torch.inf).amax(dim=-1, keepdim=True)
 
 
 def _kept_ids(logits_RC: Tensor, ids_RC: Tensor) -> Tensor:

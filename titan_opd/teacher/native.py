@@ -13,7 +13,8 @@ from titan_opd.data.packing import pack_microbatch, plan_microbatches
 from titan_opd.data.records import ScoredTrajectory, Trajectory
 from titan_opd.losses import TeacherScores
 from titan_opd.models import Decoder, PackedAttention
-from titan_opd.teacher.projection import score_ids, score_topk
+from titan_opd.ops.noise import uniforms
+from titan_opd.teacher.projection import score_ids, score_samples, score_topk
 
 
 class NativeScorer:
@@ -29,6 +30,9 @@ class NativeScorer:
         top_k: candidates a token for the support "teacher_topk".
         tokens_per_forward: most packed tokens of one forward pass.
         logits_chunk_mb: memory of one chunk of logits, MiB.
+        num_samples: the teacher's own draws at each token for "mc_forward_kl".
+        seed: of these draws. A draw is a function of it, of the sample's number and of the token's position: it does
+            not depend on what else is scored.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class NativeScorer:
         top_k: int,
         tokens_per_forward: int,
         logits_chunk_mb: float,
+        num_samples: int = 1,
+        seed: int = 0,
     ) -> None:
         self.decoder = decoder.eval().requires_grad_(False)
         self.objective = objective
@@ -47,6 +53,8 @@ class NativeScorer:
         self._top_k = min(top_k, vocab_size)
         self._tokens_per_forward = tokens_per_forward
         self._logits_chunk_mb = logits_chunk_mb
+        self._num_samples = num_samples
+        self._seed = seed
         self._device = decoder.lm_head_weight.device
 
     @torch.no_grad()
@@ -78,6 +86,9 @@ class NativeScorer:
             return self._dense_scores(trajectories, hidden_NH.split(lengths))
         if support == "teacher_topk":
             return _split(score_topk(hidden_NH, weight_VH, self._top_k, **projection), lengths)
+        if self.objective.kind == "mc_forward_kl":
+            uniforms_Nm = self._uniforms(trajectories).to(self._device)
+            return _split(score_samples(hidden_NH, weight_VH, uniforms_Nm, **projection), lengths)
         candidates = [_student_candidates(trajectory, support) for trajectory in trajectories]
         ids_NK = torch.cat([ids for ids, _ in candidates]).to(self._device)
         scores = _split(score_ids(hidden_NH, weight_VH, ids_NK, **projection), lengths)
@@ -85,6 +96,15 @@ class NativeScorer:
             replace(rows, behavior_logprobs=logprobs, behavior_support=trajectory.behavior_support)
             for rows, (_, logprobs), trajectory in zip(scores, candidates, trajectories, strict=True)
         ]
+
+    def _uniforms(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """[N, m] what decides the draws at each token of all answers."""
+        rows = []
+        for trajectory in trajectories:
+            positions_N = torch.arange(len(trajectory.response_ids))
+            numbers_N = torch.full_like(positions_N, trajectory.sample.number)
+            rows.append(uniforms(self._seed, numbers_N, positions_N, self._num_samples))
+        return torch.cat(rows)
 
     def _dense_scores(self, trajectories: Sequence[Trajectory], hidden: Sequence[Tensor]) -> list[TeacherScores]:
         """Hidden states, from which the loss computes logits anew; for a hybrid the expert's tokens too."""
@@ -100,7 +120,7 @@ class NativeScorer:
 
 
 def _student_candidates(trajectory: Trajectory, support: str) -> tuple[Tensor, Tensor]:
-    """The ids [N, K] that the student proposed at each position, and its log-probabilities of them when it wrote."""
+    """The ids [N, K] at each position, and the student's log-probabilities of them when it wrote or read the answer."""
     if support == "student_topk":
         assert trajectory.topk_ids is not None, "the engine was not asked for the student's top-k"
         return trajectory.topk_ids, trajectory.topk_logprobs

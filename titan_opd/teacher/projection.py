@@ -1,6 +1,7 @@
 """From the teacher's hidden states to scores, in chunks of rows: no [tokens, vocabulary] matrix.
 
-Shape suffixes: N response tokens, C rows of a chunk, H hidden, V vocabulary rows, K candidates a token.
+Shape suffixes: N response tokens, C rows of a chunk, H hidden, V vocabulary rows, K candidates a token, m samples a
+token.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from titan_opd.losses import TeacherScores
 from titan_opd.ops import gather_stats
+from titan_opd.ops.draw import cumulative_mass, draw_columns
 
 
 def score_topk(
@@ -42,6 +44,29 @@ def score_ids(
         return ids_NK[rows]
 
     return _score(hidden_NH, weight_VH, candidates, ids_NK.shape[1], temperature, vocab_size, logits_chunk_mb)
+
+
+def score_samples(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    uniforms_Nm: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    logits_chunk_mb: float,
+) -> TeacherScores:
+    """Tokens drawn from the teacher's whole distribution at `temperature`, and their log-probabilities.
+
+    Args:
+        uniforms_Nm: [N, m] float64 of (0, 1), which decide the draws.
+        The others as in `score_topk`.
+    """
+
+    def candidates(logits_CV: Tensor, rows: slice) -> Tensor:
+        logits_CV = logits_CV[:, :vocab_size].float()
+        return draw_columns(cumulative_mass(logits_CV, logits_CV.amax(-1, keepdim=True)), uniforms_Nm[rows])
+
+    return _score(hidden_NH, weight_VH, candidates, uniforms_Nm.shape[1], temperature, vocab_size, logits_chunk_mb)
 
 
 def _score(

@@ -8,6 +8,8 @@ Shape suffixes: R sequences, C columns (uniforms a sequence draws at one positio
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -51,3 +53,13 @@ def uniforms(seed: int, numbers_R: Tensor, positions_R: Tensor, num_columns: int
     words_RC = _absorb(state_R[:, None], torch.arange(num_columns, device=numbers_R.device))
     # 52 bits and a half: every value is exact in float64, neither 0 nor 1 occurs, and u * total < total for any total.
     return (((words_RC >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
+
+
+def derive_seed(seed: int, purpose: str) -> int:
+    """A seed of its own for each purpose of a run: what is drawn for one says nothing about what is drawn for another.
+
+    Args:
+        seed: the run's.
+        purpose: any name.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:8], "little")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_opd.rollout.noise import uniforms
+from titan_opd.ops.noise import uniforms
 
 INT63 = st.integers(0, 2**63 - 1)
 

@@ -39,6 +39,8 @@ OBJECTIVES = {
     "forward_kl": Objective(kind="forward_kl"),
     "reverse_kl": Objective(kind="reverse_kl"),
     "policy_gradient": Objective(kind="policy_gradient"),
+    "m2po": Objective(kind="policy_gradient", correction="m2po", m2_budget=0.02),
+    "decoupled": Objective(kind="policy_gradient", correction="decoupled"),
     "cross_entropy": Objective(kind="cross_entropy"),
 }
 # With a small eps AdamW's first steps make a step of full size out of the rounding of a gradient of 0.
@@ -60,8 +62,9 @@ def train(student: str, objective: Objective, world: World) -> dict[str, Any]:
     """Gradients of the first batch, metrics of `NUM_STEPS` steps, the weights after them."""
     model = make_model(student, world)
     batches = [make_batches(uneven_trajectories(step), objective, world) for step in range(NUM_STEPS)]
-    gradients = first_gradients(model, objective, batches[0], world)
     learner = Learner(model, objective, OPTIMIZER, num_steps=NUM_STEPS, seed=0, world=world)
+    batches = [learner.with_proximal_policy(step) for step in batches]
+    gradients = first_gradients(model, objective, batches[0], world)
     return {
         "micro-batches": world.gather(len(batches[0])),
         "gradients": gradients,
@@ -126,7 +129,14 @@ def refusal(toml: Path, *options: str) -> tuple[int, str]:
 def make_model(student: str, world: World) -> DistillationModel:
     decoder = make_decoder(student, seed=0)
     model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=0.001)
-    parallelize(model, decoder, world, compute_dtype=torch.float32, recompute_activations=False)
+    parallelize(
+        model,
+        decoder,
+        world,
+        compute_dtype=torch.float32,
+        recompute_activations=False,
+        forward_methods=("sweep",),
+    )
     return model
 
 

@@ -66,6 +66,14 @@ def test_a_run(workshop, name):
     assert not same(trained, weights(workshop.train(f"{directory}-other", *RUNS[name], "--run.seed", 1)))
 
 
+@pytest.mark.parametrize("name", ["policy_gradient, M2PO", "policy_gradient, decoupled"])
+def test_a_later_minibatch_is_stale(workshop, name):
+    """The second optimizer step on a batch trains a policy that has moved on from the one that wrote."""
+    first, *_ = read_metrics(workshop.train(f"stale-{name}".replace(" ", "-"), *RUNS[name]), "train")
+    assert first["importance_ratio_max"] > 1.001
+    assert first["clipped_share"] > 0
+
+
 def test_on_policy_samples_have_a_ratio_of_one(workshop):
     """The first step of a synchronous run trains the very policy that wrote, truncated sampling or not."""
     for name in ("policy_gradient", "policy_gradient, 4 samples", "policy_gradient, top-p"):

@@ -125,6 +125,7 @@ KILLED_ONCE = {
         *("--objective.kind", "policy_gradient", "--rollout.num_samples", 3),
         *("--objective.staleness_discount", 0.5),  # shows when the engine forgets which version it holds
     ),
+    "hybrid of answers that the student reads": ("--objective.kind", "hybrid", "--rollout.engine", "answers"),
     "hybrid that draws": ("--objective.kind", "hybrid", "--objective.support", "dense", "--rollout.engine", "answers"),
     "cross_entropy": (
         *("--objective.kind", "cross_entropy", "--teacher.engine", "none", "--rollout.engine", "answers"),

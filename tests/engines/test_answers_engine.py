@@ -33,8 +33,8 @@ def test_a_prompt_without_a_response_is_named():
 
 
 @pytest.mark.parametrize("recording", [Recording(num_samples=1), Recording(top_k=1)])
-def test_nothing_of_a_student_can_be_recorded(recording):
-    with pytest.raises(ValueError, match="cannot be recorded from an expert's responses"):
+def test_nothing_of_a_student_can_be_recorded_without_one(recording):
+    with pytest.raises(ValueError, match="without an engine that reads them"):
         AnswersEngine().generate([ONE], SamplingConfig(), recording)
 
 

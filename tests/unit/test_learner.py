@@ -39,6 +39,9 @@ OBJECTIVES = {
     "policy_gradient": Objective(kind="policy_gradient"),
     "cross_entropy": Objective(kind="cross_entropy"),
     "jsd": Objective(kind="jsd", support="dense"),
+    "mc_forward_kl": Objective(kind="mc_forward_kl"),
+    "m2po": Objective(kind="policy_gradient", correction="m2po", m2_budget=0.02),
+    "decoupled": Objective(kind="policy_gradient", correction="decoupled", clip_low=0.01, clip_high=0.01, cap=20.0),
 }
 
 
@@ -63,7 +66,8 @@ def make_scored(objective, teacher_path, count=12, seed=0):
     if objective.kind == "cross_entropy":
         return LabelScorer().score(trajectories)
     teacher = load_decoder(teacher_path, dtype=torch.float64)
-    settings = {"vocab_size": VOCAB_SIZE, "top_k": 7, "tokens_per_forward": 64, "logits_chunk_mb": 1.0}
+    settings = {"vocab_size": VOCAB_SIZE, "top_k": 7, "num_samples": 3}
+    settings |= {"tokens_per_forward": 64, "logits_chunk_mb": 1.0}
     return NativeScorer(teacher, objective, **settings).score(trajectories)
 
 
@@ -94,17 +98,24 @@ class PlainTrainer:
         self.second = {name: torch.zeros_like(value) for name, value in self.model.named_parameters()}
         self.steps = 0
 
-    def values(self, one):
-        """[N] each token's loss."""
+    def logits(self, one):
+        """[N, V] that predict the answer's tokens."""
         prompt_ids, response_ids = one.trajectory.prompt.token_ids, one.trajectory.response_ids
         logits = self.model(torch.cat([prompt_ids, response_ids])[None]).logits[0, len(prompt_ids) - 1 : -1]
-        scores, teacher_logits = one.scores, None
+        return logits[:, :VOCAB_SIZE]
+
+    @torch.no_grad()
+    def logprobs(self, scored):
+        """[N, K] of all answers' samples."""
+        return torch.cat([self.logits(one).log_softmax(-1).gather(1, one.scores.ids) for one in scored])
+
+    def step(self, scored, proximal_logprobs=None):
+        logits, teacher_logits = torch.cat([self.logits(one) for one in scored]), None
+        (batch,) = pack(scored, 10_000)  # all answers in their order, for the scores' rows one after the other
+        scores = dataclasses.replace(batch.scores, proximal_logprobs=proximal_logprobs)
         if self.objective.support == "dense":
             teacher_logits = (scores.hidden @ scores.lm_head_weight.T)[:, :VOCAB_SIZE]
-        return reference_per_token(logits[:, :VOCAB_SIZE], self.objective, scores, teacher_logits_NV=teacher_logits)
-
-    def step(self, scored):
-        values = torch.cat([self.values(one) for one in scored])
+        values = reference_per_token(logits, self.objective, scores, teacher_logits_NV=teacher_logits)
         gradients = torch.autograd.grad(values.mean(), list(self.model.parameters()))
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         rate = learning_rate(self.steps, NUM_STEPS, OPTIMIZER)
@@ -130,20 +141,29 @@ def test_steps_equal_plain_pytorch_however_the_batch_is_cut(name, student_path, 
     objective = OBJECTIVES[name]
     plain = PlainTrainer(student_path, objective)
     whole, parts = (make_learner(student_path, objective, world) for _ in range(2))
+    proximal_logprobs = None
     for step in range(NUM_STEPS):
-        scored = make_scored(objective, teacher_path, seed=step)
-        one_batch, many_batches = pack(scored, 10_000), pack(scored, 30)
+        scored = make_scored(objective, teacher_path, seed=step // 2)
+        if step % 2 == 0:  # each batch is trained twice: the second time the policy is not the proximal one any more
+            one_batch, many_batches = (
+                learner.with_proximal_policy(pack(scored, capacity))
+                for learner, capacity in ((whole, 10_000), (parts, 30))
+            )
+            if objective.correction == "decoupled":
+                proximal_logprobs = plain.logprobs(scored)
         assert len(one_batch) == 1
         assert len(many_batches) > 3
         metrics = whole.step(one_batch, current_version=0)
         metrics_of_parts = parts.step(many_batches, current_version=0)
-        loss, norm = plain.step(scored)
+        loss, norm = plain.step(scored, proximal_logprobs)
         assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
-        assert metrics["grad_norm"] == pytest.approx(norm, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, abs=1e-6, rel=1e-6)
         assert metrics["tokens"] == sum(len(one.trajectory.response_ids) for one in scored)
         assert metrics["learning_rate"] == learning_rate(step, NUM_STEPS, OPTIMIZER)
         metrics.pop("effective_sample_share", None), metrics_of_parts.pop("effective_sample_share", None)
         assert metrics == pytest.approx(metrics_of_parts, abs=1e-9)
+        if objective.correction in ("m2po", "decoupled"):
+            assert (metrics["clipped_share"] > 0) == (objective.correction == "m2po" or step % 2 == 1)
     assert norm > OPTIMIZER.max_grad_norm, "the clip has to bind for this test to see it"
     assert_same(weights(whole), weights(parts))
     assert_same(weights(whole), dict(plain.model.named_parameters()), atol=1e-6)

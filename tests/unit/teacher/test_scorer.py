@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -129,6 +131,38 @@ def test_dense_scores_are_the_hidden_states_that_predict_each_token(checkpoint, 
         torch.testing.assert_close(logits, teacher_logits(reference, one.trajectory), atol=1e-5, rtol=0)
         assert one.scores.ids is None
     assert sum(len(batch.scores.hidden) for batch in pack(scored, 30)) == sum(len(one.scores.hidden) for one in scored)
+
+
+@pytest.mark.parametrize(("vocab_size", "temperature"), [(VOCAB_ROWS, 1.0), (90, 0.6)])
+def test_the_teachers_own_samples_are_drawn_from_its_distribution(checkpoint, reference, vocab_size, temperature):
+    objective = Objective(kind="mc_forward_kl", temperature=temperature)
+    num_samples = 400
+    scorer = make_scorer(checkpoint, objective, vocab_size=vocab_size, num_samples=num_samples, seed=5)
+    deviations = []
+    for one in scorer.score(make_trajectories(9, vocab_size=vocab_size)):
+        logprobs = teacher_logprobs(reference, one.trajectory, vocab_size, temperature)
+        assert_scores(one.scores, logprobs, one.scores.ids)
+        assert one.scores.ids.shape == (len(logprobs), num_samples)
+        assert one.scores.behavior_logprobs is None
+        likely, probability = logprobs.argmax(-1, keepdim=True), logprobs.max(-1).values.exp()
+        frequency = (one.scores.ids == likely).double().mean(-1)
+        deviations.append((frequency - probability) / (probability * (1 - probability) / num_samples).sqrt())
+    deviations = torch.cat(deviations)
+    assert deviations.abs().max() < 5
+    assert 0.5 < deviations.std() < 1.5  # as independent draws deviate
+
+
+def test_the_teachers_samples_differ_by_seed_and_answer_but_not_by_what_is_scored_beside(checkpoint):
+    objective = Objective(kind="mc_forward_kl")
+    trajectories = make_trajectories(6, vocab_size=VOCAB_ROWS)
+    scorer, other = (make_scorer(checkpoint, objective, num_samples=20, seed=seed) for seed in (0, 1))
+    together = scorer.score(trajectories)
+    alone = [scorer.score([trajectory])[0] for trajectory in trajectories[::-1]][::-1]
+    for one, lone, different in zip(together, alone, other.score(trajectories), strict=True):
+        assert torch.equal(one.scores.ids, lone.scores.ids)
+        assert not torch.equal(one.scores.ids, different.scores.ids)
+    renamed = replace(trajectories[0], sample=replace(trajectories[0].sample, number=77))
+    assert not torch.equal(scorer.score([renamed])[0].scores.ids, together[0].scores.ids)
 
 
 def test_scores_do_not_depend_on_what_is_scored_beside(checkpoint):

@@ -114,16 +114,20 @@ def _is_for_evaluation(problems_NA: np.ndarray) -> np.ndarray:
 
 def _build_prompts(problems_NA: np.ndarray, name: str, first_number: int) -> list[Prompt]:
     problems = problems_NA.tolist()
-    questions = _encode([f"{first}+{second}=" for first, second in problems])
-    responses = _encode([worked_sum(first, second) + _END for first, second in problems])
+    questions = [f"{first}+{second}=" for first, second in problems]
+    questions_ids = _encode(questions)
+    responses_ids = _encode([worked_sum(first, second) + _END for first, second in problems])
     return [
         Prompt(
             id=f"arithmetic-{name}:{first_number + i}",
-            token_ids=question,
+            token_ids=question_ids,
+            question=question,
             answer=str(first + second),
-            response_ids=response,
+            response_ids=response_ids,
         )
-        for i, ((first, second), question, response) in enumerate(zip(problems, questions, responses, strict=True))
+        for i, ((first, second), question, question_ids, response_ids) in enumerate(
+            zip(problems, questions, questions_ids, responses_ids, strict=True)
+        )
     ]
 
 

@@ -115,6 +115,7 @@ def _build_prompt(path: Path, row: Row, config: DataConfig, template: Template) 
     return Prompt(
         id=f"{path.name}:{row.number}" if identity is None else str(identity),
         token_ids=torch.tensor(prompt_ids, dtype=torch.int64),
+        question=question,
         answer=None if answer is None else str(answer),
         response_ids=None if response is None else torch.tensor(template.response_ids(question, response)),
         metadata={column: value for column, value in row.columns.items() if column not in used},

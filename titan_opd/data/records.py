@@ -26,6 +26,7 @@ class Prompt:
     Attributes:
         id: unique in its source; what errors and journals call it.
         token_ids: [P] int64, with the chat template applied and at most one BOS.
+        question: what the source says before any template, a text or chat messages; None when that is not known.
         answer: the reference that a grader compares with; None when there is nothing to grade.
         response_ids: [N] int64, an expert's whole response with its stop token, for supervised objectives.
         teacher: the route, that is which teacher scores this prompt.
@@ -34,6 +35,7 @@ class Prompt:
 
     id: str
     token_ids: Tensor
+    question: str | list[dict[str, Any]] | None = None
     answer: str | None = None
     response_ids: Tensor | None = None
     teacher: str = "default"

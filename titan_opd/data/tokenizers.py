@@ -128,8 +128,18 @@ def stop_ids(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text as it stands: special tokens written in it are recognised, none is added."""
-    return tokenizer.encode(text, add_special_tokens=False)
+    """Token ids of a text as it stands: special tokens written in it are recognised, none is added.
+
+    Raises:
+        ValueError: the tokenizer has no token for something in the text.
+    """
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # the tokenizers library raises bare ones
+        raise ValueError(
+            f"the tokenizer cannot write the text {text[:40]!r} ({error}); correct the text or data.template, or use "
+            "another tokenizer"
+        ) from error
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -11,6 +11,7 @@ import torch
 from tests.unit.data.chat import END, make_chat_tokenizer
 from titan_opd.config.schema import ArithmeticConfig, DataConfig
 from titan_opd.data import load_prompts, load_tokenizer
+from titan_opd.data.arithmetic import arithmetic_tokenizer, worked_sum
 
 TOKENIZER = make_chat_tokenizer()
 ROWS = [
@@ -147,3 +148,28 @@ def test_the_arithmetic_task_needs_its_own_tokenizer(tmp_path):
     short = DataConfig(task="arithmetic", max_prompt_tokens=7)
     with pytest.raises(ValueError, match=r"max_digits = 3 makes prompts of 8 tokens, .*max_prompt_tokens = 7; raise"):
         load_prompts(short, load_tokenizer("arithmetic"))
+
+
+def test_arithmetic_problems_from_a_file_are_those_of_the_task(tmp_path):
+    """A plain template, the task's tokenizer and its texts: the same tokens as the built-in task makes."""
+    built_in, _ = load_prompts(DataConfig(task="arithmetic"), arithmetic_tokenizer(), (1,))
+    rows = [
+        {
+            "prompt": prompt.question,
+            "response": worked_sum(*map(int, prompt.question[:-1].split("+"))),
+            "answer": prompt.answer,
+        }
+        for prompt in built_in[:50]
+    ]
+    config = DataConfig(train=write_jsonl(tmp_path / "sums.jsonl", rows), template="plain")
+    prompts, _ = load_prompts(config, arithmetic_tokenizer(), (1,))
+    for prompt, expected in zip(prompts, built_in[:50], strict=True):
+        assert torch.equal(prompt.token_ids, expected.token_ids)
+        assert torch.equal(prompt.response_ids, expected.response_ids)
+        assert (prompt.question, prompt.answer) == (expected.question, expected.answer)
+
+
+def test_a_character_without_a_token_is_named_with_its_row(tmp_path):
+    config = DataConfig(train=write_jsonl(tmp_path / "sums.jsonl", [{"prompt": "3 + 4="}]), template="plain")
+    with pytest.raises(ValueError, match=r"sums\.jsonl:1: the tokenizer cannot write the text '3 \+ 4='"):
+        load_prompts(config, arithmetic_tokenizer(), (1,))

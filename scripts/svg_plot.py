@@ -27,6 +27,7 @@ class Line:
         xs, ys: its points; on a logarithmic axis those that are not positive are left out.
         errors: half lengths of the points' error bars; None draws none.
         dashed: for what the other lines are compared with.
+        color: an index of `COLORS`; None takes the line's place in the plot.
     """
 
     label: str
@@ -34,6 +35,7 @@ class Line:
     ys: Sequence[float]
     errors: Sequence[float] | None = None
     dashed: bool = False
+    color: int | None = None
 
 
 def write_plot(
@@ -65,7 +67,8 @@ def write_plot(
         *_frame(x_axis, y_axis, x_label, y_label),
     ]
     for number, (line, drawn) in enumerate(zip(lines, points, strict=True)):
-        parts += _draw(line, drawn, x_axis, y_axis, COLORS[number % len(COLORS)], legend_y=TOP + 12 + 20 * number)
+        color = COLORS[(number if line.color is None else line.color) % len(COLORS)]
+        parts += _draw(line, drawn, x_axis, y_axis, color, legend_y=TOP + 12 + 20 * number)
     path.write_text("\n".join([*parts, "</svg>", ""]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,10 +85,14 @@ def open_world() -> Iterator[World]:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         lone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **lone)
+    size = dist.get_world_size()
     try:
-        size = dist.get_world_size()
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
         yield World(dist.get_rank(), size, device, mesh)
     finally:
         if opened:
             dist.destroy_process_group()
+        if opened and size > 1:
+            # Gloo's threads still let go of the last collective's tensors, and need the interpreter's lock for it: an
+            # interpreter that began to end just now would abort the process. So they get a moment to themselves.
+            time.sleep(0.1)

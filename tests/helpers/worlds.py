@@ -41,3 +41,4 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     torch.save(function(*arguments), folder / f"{rank}.pt")
     dist.destroy_process_group()
+    time.sleep(0.1)  # an interpreter that ends while gloo's threads let go of their tensors aborts

@@ -24,49 +24,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = _parser().parse_known_args(arguments)
     if overrides and not hasattr(options, "config"):
         _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
+    signals: list[int] = []
     try:
-        with _sigterm_raises():
+        with _interruptible(signals):
             return options.run(options, overrides)
-    except ValueError as error:
-        print(f"titan-opd {options.command}: error: {error}", file=sys.stderr)
-        return 2
-    except StorageError as error:
-        if _is_main():  # the processes fail together, with the same words
-            print(f"titan-opd {options.command}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        if _is_main():
+    except (Exception, KeyboardInterrupt) as error:
+        # Torch wraps interrupts, and the end of the other processes breaks connections: any error can come of a signal.
+        if signals or isinstance(error, KeyboardInterrupt):
             resume = "; the same command with --resume goes on from the newest checkpoint"
-            print(
-                f"titan-opd {options.command}: interrupted{resume if options.command == 'train' else ''}",
-                file=sys.stderr,
-            )
-        return 128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM has come: a scheduler or torchrun ends the run."""
+            message = f"interrupted{resume if options.command == 'train' else ''}"
+            status = 128 + (signals or [signal.SIGINT])[0]
+        elif isinstance(error, (ValueError, StorageError)):
+            message = f"error: {error}"
+            status = 2 if isinstance(error, ValueError) else 1
+        else:
+            raise
+        # A ValueError can be of one process alone; all others are known to all.
+        if _is_main() or isinstance(error, ValueError):
+            print(f"titan-opd {options.command}: {message}", file=sys.stderr)
+        return status
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, in the process that talks to the person.
+def _interruptible(signals: list[int]) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt in the process that talks to the person, and note them.
 
-    The others die of it at once: a handler would wait until a collective returns, and without the main process it
-    never does.
+    The other processes die of them at once: a handler would wait until a collective returns, and without the main
+    process it never does.
     """
 
-    def handler(*_: object) -> None:
-        raise _Terminated
+    def interrupt(number: int, _: object) -> None:
+        signals.append(number)
+        raise KeyboardInterrupt
 
-    if not _is_main():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, handler)
+    handler = interrupt if _is_main() else signal.SIG_DFL
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, old in previous.items():
+            signal.signal(number, old)
 
 
 def _parser() -> argparse.ArgumentParser:

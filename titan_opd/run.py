@@ -133,11 +133,15 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.summary.times += self._clock.take()
-        for writer in (self._display, self._metrics, self._journal):
-            if writer is not None:
-                # On a full disk closing fails too; what failed first is what the person must read.
-                with nullcontext() if error is None else suppress(OSError):
-                    writer.close()
+        if self._display is not None:
+            self._display.close()
+        # On a full disk closing fails too; what failed first is what the person must read.
+        with nullcontext() if error is None else suppress(OSError):
+            if self._metrics is not None:
+                self._metrics.close(failed=error is not None)
+        with nullcontext() if error is None else suppress(OSError):
+            if self._journal is not None:
+                self._journal.close()
 
     def begin(self, parts: Parts, learner: Learner) -> None:
         """Claim the folder, put the state of a checkpoint back and open the logs where it left them."""

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.helpers.preload"])
+_context.set_forkserver_preload(  # all that `titan-opd train` imports sooner or later
+    ["titan_opd.train", "titan_opd.cli", "torch.utils.tensorboard", "transformers.models.auto.tokenization_auto"]
+)
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
@@ -58,7 +60,7 @@ class CommandProcess:
         self._process.kill()
         self._process.join()
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 300) -> int:
         """Its exit status (minus the signal that ended it)."""
         self._process.join(timeout)
         if self.running:
@@ -66,7 +68,7 @@ class CommandProcess:
             raise TimeoutError(f"still running after {timeout} seconds; it said:\n{self.log.read_text()}")
         return self._process.exitcode
 
-    def wait_until(self, condition: Callable[[], object], timeout: float = 120) -> bool:
+    def wait_until(self, condition: Callable[[], object], timeout: float = 300) -> bool:
         """Wait until `condition()` holds; False when the process has ended before."""
         end = time.monotonic() + timeout
         while not condition():

@@ -57,9 +57,14 @@ class MetricsWriter:
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Close the files.
+
+        When the run has `failed`, TensorBoard's thread is not waited for: it may be what failed, and an interrupt can
+        leave a lock of its queue taken for ever. It has written all but the last moment's points by itself.
+        """
         self._lines.close()
-        if self._board is not None:
+        if self._board is not None and not failed:
             self._board.close()
 
 

@@ -1,10 +1,11 @@
 """Time and memory of one training step: this decoder and loss head against transformers' model and plain autograd.
 
 Counted: packed tokens over the wall-clock seconds of one step (forward, loss, backward, clipping, AdamW), the same
-packed batch for all, steps interleaved in one process, median and range over the repeats. Both sides use the same
-packed attention (`PackedAttention`, registered with transformers), the same loss (forward KL on the teacher's top 64,
-the tail as one more outcome; for transformers on the full logits by autograd) and fused AdamW. Bare products: the
-matrix products of a step alone, forward and backward, on random matrices of the same shapes.
+packed batch for all, steps interleaved in one process, median and range over the repeats. All have the same loss
+(forward KL on the teacher's top 64, the tail as one more outcome; for transformers on the full logits by autograd) and
+fused AdamW. transformers stands there twice: as it packs by itself, SDPA over the whole pack with a block-diagonal mask,
+and with this decoder's `PackedAttention` put into it. Bare products: the matrix products of a step alone, forward and
+backward, on random matrices of the same shapes.
 
 Peak memory is the resident set's high-water mark of a process of its own that takes two steps with one model.
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -39,6 +39,8 @@ from titan_opd.optimizer import build_optimizer
 from titan_opd.parallel import World, open_world, parallelize
 
 K = 64
+TRANSFORMERS, TRANSFORMERS_PACKED = "transformers, SDPA and mask", "transformers, our attention"
+MEASURED = (TRANSFORMERS, TRANSFORMERS_PACKED, "ours")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5)
 OBJECTIVE = Objective(kind="forward_kl", support="teacher_topk", tail="bucket")
 
@@ -70,7 +72,9 @@ def our_step(folder: str, batch: PackedBatch, world: World, dtype: torch.dtype) 
     return lambda: learner.step([batch], current_version=0)["loss"]
 
 
-def transformers_step(folder: str, batch: PackedBatch, dtype: torch.dtype) -> Callable[[], float]:
+def transformers_step(
+    folder: str, batch: PackedBatch, dtype: torch.dtype, *, packed_attention: bool
+) -> Callable[[], float]:
     """The usual way: logits of all tokens, log-softmax, autograd; masters in float32, autocast for bfloat16."""
     attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)
 
@@ -79,13 +83,17 @@ def transformers_step(folder: str, batch: PackedBatch, dtype: torch.dtype) -> Ca
         return attention(module.layer_idx, *heads_first)[None], None
 
     AttentionInterface.register("packed", packed)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="packed", dtype=torch.float32)
+    implementation = "packed" if packed_attention else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, dtype=torch.float32)
+    sequence_T = torch.repeat_interleave(torch.arange(len(batch.cu_seqlens) - 1), batch.cu_seqlens.diff())
+    visible_TT = (sequence_T[:, None] == sequence_T[None]).tril()
+    mask = {} if packed_attention else {"attention_mask": visible_TT[None, None]}
     optimizer = build_optimizer(model.parameters(), OPTIMIZER)
     scores = batch.scores
 
     def step() -> float:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            outputs = model(batch.input_ids[None], position_ids=batch.positions[None], use_cache=False)
+            outputs = model(batch.input_ids[None], position_ids=batch.positions[None], use_cache=False, **mask)
         logprobs_NV = outputs.logits[0].float().log_softmax(-1)
         logprobs_NK = logprobs_NV.gather(-1, scores.ids)
         tail_N = logprobs_NV.scatter(-1, scores.ids, -torch.inf).logsumexp(-1)
@@ -131,7 +139,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="sequences of equal length in the pack")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute type")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--memory-of", choices=("ours", "transformers"), help="take two steps, print the peak in MiB")
+    parser.add_argument("--memory-of", choices=MEASURED, help="take two steps, print the peak in MiB")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     config = DecoderConfig.from_directory(options.model)
@@ -139,7 +147,8 @@ def main() -> None:
 
     with open_world() as world:
         makers = {
-            "transformers": lambda: transformers_step(options.model, batch, dtype),
+            TRANSFORMERS: lambda: transformers_step(options.model, batch, dtype, packed_attention=False),
+            TRANSFORMERS_PACKED: lambda: transformers_step(options.model, batch, dtype, packed_attention=True),
             "ours": lambda: our_step(options.model, batch, world, dtype),
             "bare products": lambda: bare_products(config, options.tokens, dtype),
         }
@@ -147,16 +156,16 @@ def main() -> None:
             step = makers[options.memory_of]()
             step()
             step()
-            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+            print(peak_resident_mib())
             return
         seconds = measure({name: make() for name, make in makers.items()}, options.repeats)
-    report(options, seconds, {name: peak_memory(name) for name in ("transformers", "ours")})
+    report(options, seconds, {name: peak_memory(name) for name in MEASURED})
 
 
 def measure(steps: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses = {name: step() for name, step in steps.items()}  # warm-up, and a check that the same thing is measured
-    if abs(losses["ours"] - losses["transformers"]) > 0.02 * abs(losses["transformers"]):
+    if abs(losses["ours"] - losses[TRANSFORMERS]) > 0.02 * abs(losses[TRANSFORMERS]):
         raise SystemExit(f"the losses differ: {losses}")
     for _ in range(repeats):
         for name, step in steps.items():
@@ -166,6 +175,12 @@ def measure(steps: dict[str, Callable[[], float]], repeats: int) -> dict[str, li
     return seconds
 
 
+def peak_resident_mib() -> int:
+    """Of this program. (`ru_maxrss` would include what the process that started it held.)"""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) // 1024
+
+
 def peak_memory(name: str) -> int:
     """MiB, of a process of its own."""
     command = [sys.executable, *sys.argv, "--memory-of", name]
@@ -173,7 +188,7 @@ def peak_memory(name: str) -> int:
 
 
 def report(options: argparse.Namespace, seconds: dict[str, list[float]], memory: dict[str, int]) -> None:
-    base = statistics.median(seconds["transformers"])
+    base = statistics.median(seconds[TRANSFORMERS])
     rows, records = [], []
     for name, times in seconds.items():
         median = statistics.median(times)

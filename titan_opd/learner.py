@@ -16,7 +16,7 @@ from titan_opd.data.records import PackedBatch
 from titan_opd.losses import DistillationOutput, binding_squares, distillation_loss, m2po_bound, policy_logprobs
 from titan_opd.models import Decoder, PackedAttention
 from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
-from titan_opd.parallel import World, reshard, whole_tensor
+from titan_opd.parallel import World, reshard, return_freed_memory, whole_tensor
 
 
 class DistillationModel(nn.Module):
@@ -171,8 +171,11 @@ class Learner:
                 f"the gradient's norm is {grad_norm} in optimizer step {self.steps_taken + 1}, with the learning rate "
                 f"{rate:.3g}; lower optimizer.learning_rate, and begin again from a checkpoint as student.path"
             )
+        first_step = not self.optimizer.state
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if first_step:
+            return_freed_memory()
         self.steps_taken += 1
         return {
             "loss": sum_losses(outputs, self._world),

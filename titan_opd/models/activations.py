@@ -1,18 +1,23 @@
-"""RMSNorm and SwiGLU that keep little for the backward pass.
+"""Keeping less for the backward pass: RMSNorm, SwiGLU, and inputs of projections that are made again.
 
-Autograd keeps the operands of every elementwise operation; of the layers' parts these two keep the most. Here RMSNorm
-keeps its input and one number a token instead of two copies of the input, and SwiGLU keeps its two inputs instead of
-three tensors of that size. The values are those of the plain formulas.
+Autograd keeps the operands of every operation. RMSNorm keeps its input and one number a token here instead of two
+copies of the input, SwiGLU its two inputs instead of three tensors of that size; and what a projection reads, when one
+elementwise pass over kept tensors makes it again, is not kept at all (`made_again`). The values are those of the plain
+formulas.
 
-Shape suffixes: T tokens, H the normalised dimension, I the feed-forward (intermediate) dimension.
+Shape suffixes: H the normalised dimension, T tokens, I the feed-forward (intermediate) dimension.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 
 class RMSNorm(nn.RMSNorm):
@@ -28,7 +33,7 @@ class RMSNorm(nn.RMSNorm):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        wide = x.to(_wide(x.dtype))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight_H, scale)
         return (wide * scale).mul_(weight_H).to(x.dtype)
@@ -65,5 +70,45 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad_TI * up_TI, gate_TI), grad_up_TI
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+@contextmanager
+def made_again(tensor: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
+    """Operations in the block that would keep `tensor` for the backward pass let it go; there `make` makes it again.
+
+    Args:
+        tensor: what the block's operations read.
+        make: computes the same values from tensors that are kept anyway; called without autograd, once for all the
+            operations that kept `tensor`.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler decides this by itself
+        yield
+        return
+    recipe = _Recipe(make)
+    address, shape = tensor.data_ptr(), tensor.shape
+
+    def pack(kept: Tensor) -> Tensor | _Recipe:
+        if kept.data_ptr() != address or kept.shape != shape:
+            return kept
+        recipe.num_waiting += 1
+        return recipe
+
+    def unpack(kept: Tensor | _Recipe) -> Tensor:
+        return kept.take() if isinstance(kept, _Recipe) else kept
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _Recipe:
+    """Makes a tensor when the first operation asks, and holds it until the last has asked."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.num_waiting = 0
+        self._make = make
+        self._made: Tensor | None = None
+
+    @torch.no_grad()
+    def take(self) -> Tensor:
+        made = self._make() if self._made is None else self._made
+        self.num_waiting -= 1
+        self._made = made if self.num_waiting > 0 else None
+        return made

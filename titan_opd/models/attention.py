@@ -1,6 +1,7 @@
 """Attention as the decoder sees it, and causal attention within packed sequences.
 
-Shape suffixes: T packed tokens, N query heads, M key-value heads, D dimensions of a head, S tokens of one sequence.
+Shape suffixes: T packed tokens, N query heads, M key-value heads, D dimensions of a head, B sequences,
+S tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -72,17 +73,17 @@ class PackedAttention:
         return self._sdpa(query_TND, key_TMD, value_TMD)
 
     def _sdpa(self, query_TND: Tensor, key_TMD: Tensor, value_TMD: Tensor) -> Tensor:
-        """One call a sequence: on the CPU faster than padding to a common length (README.md has the numbers)."""
+        """One call a sequence: on the CPU faster than padding to a common length (README.md has the numbers).
+
+        Sequences of one length, a single long one among them, need one call, and no copy of its output.
+        """
         if self._lengths is None:  # read once a pass, not once a layer: on a GPU this waits for the device
             self._lengths = self.cu_seqlens.diff().tolist()
-        outputs = []
-        for sequence in zip(*(x.split(self._lengths) for x in (query_TND, key_TMD, value_TMD)), strict=True):
-            query_NSD, key_MSD, value_MSD = (x.transpose(0, 1) for x in sequence)
-            output_1NSD = F.scaled_dot_product_attention(
-                query_NSD[None], key_MSD[None], value_MSD[None], is_causal=True, enable_gqa=True
-            )
-            outputs.append(output_1NSD[0].transpose(0, 1))
-        return torch.cat(outputs)
+        inputs = (query_TND, key_TMD, value_TMD)
+        if len(set(self._lengths)) == 1:
+            return _causal(*(x.unflatten(0, (len(self._lengths), -1)) for x in inputs)).flatten(0, 1)
+        sequences = zip(*(x.split(self._lengths) for x in inputs), strict=True)
+        return torch.cat([_causal(*(x[None] for x in sequence))[0] for sequence in sequences])
 
     # The two GPU paths have not been run on the machine this was written on; tests marked `gpu` compare them with SDPA.
 
@@ -114,3 +115,9 @@ class PackedAttention:
             window_size=(-1, 0),  # causal
             enable_gqa=True,
         )
+
+
+def _causal(query_BSND: Tensor, key_BSMD: Tensor, value_BSMD: Tensor) -> Tensor:
+    """Causal attention within each of B sequences of S tokens, [B, S, N, D]."""
+    heads_first = (x.transpose(1, 2) for x in (query_BSND, key_BSMD, value_BSMD))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)

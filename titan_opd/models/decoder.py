@@ -9,11 +9,13 @@ I intermediate size, V vocabulary.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from titan_opd.models.activations import RMSNorm, swiglu
+from titan_opd.models.activations import RMSNorm, made_again, swiglu
 from titan_opd.models.attention import Attention
 from titan_opd.models.config import DecoderConfig
 from titan_opd.models.rope import rope_cos_sin, rotate
@@ -52,16 +54,11 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor, *, keep_product: bool = False) -> Tensor:
         gate_TI, up_TI = self.gate_proj(x_TH), self.up_proj(x_TH)
-        if not torch.is_grad_enabled():
-            return self._down(gate_TI, up_TI)
-        # The product of the two is a third of what a layer would keep, and one elementwise pass makes it again: the
-        # recomputation ends at the last tensor that the backward pass lacks, before the projection.
-        return checkpoint(self._down, gate_TI, up_TI, use_reentrant=False, preserve_rng_state=False)
-
-    def _down(self, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
-        return self.down_proj(swiglu(gate_TI, up_TI))
+        product_TI = swiglu(gate_TI, up_TI)
+        with nullcontext() if keep_product else made_again(product_TI, lambda: swiglu(gate_TI, up_TI)):
+            return self.down_proj(product_TI)
 
 
 class DecoderLayer(nn.Module):
@@ -80,8 +77,14 @@ class DecoderLayer(nn.Module):
         return self._compute(*inputs)
 
     def _compute(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos_T1F, sin_T1F, attention)
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
+        # Where the whole layer is computed again for the backward pass, recipes would hold tensors that it lets go.
+        keep = self.recompute_activations
+        normed_TH = self.input_layernorm(x_TH)
+        with nullcontext() if keep else made_again(normed_TH, lambda: self.input_layernorm(x_TH)):
+            attended_TH = x_TH + self.self_attn(normed_TH, cos_T1F, sin_T1F, attention)
+        normed_TH = self.post_attention_layernorm(attended_TH)
+        with nullcontext() if keep else made_again(normed_TH, lambda: self.post_attention_layernorm(attended_TH)):
+            return attended_TH + self.mlp(normed_TH, keep_product=keep)
 
 
 class Trunk(nn.Module):

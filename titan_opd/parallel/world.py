@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_opd.parallel.memory import return_freed_tensors
-
 T = TypeVar("T")
 
 
@@ -76,7 +74,6 @@ def open_world() -> Iterator[World]:
     one code path. A group that exists already is used and left open.
     """
     device = torch.device("cpu")
-    return_freed_tensors()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.helpers.tiny_models import make_tiny_model
 from titan_opd.models import DecoderConfig
-from titan_opd.models.activations import RMSNorm, swiglu
+from titan_opd.models.activations import RMSNorm, made_again, swiglu
 from titan_opd.models.decoder import FeedForward
 
 
@@ -94,6 +94,26 @@ def test_a_feed_forward_keeps_its_two_projections_and_not_their_product():
     x = torch.randn(16, config.hidden_size, requires_grad=True)
     kept = saved_elements(lambda: block(x)) - sum(p.numel() for p in block.parameters()) - x.numel()
     assert kept <= 2 * 16 * 64
+
+
+def test_a_tensor_is_made_again_once_for_all_that_kept_it_and_not_before():
+    calls = []
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    first, second = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    doubled = 2 * x
+
+    def make():
+        calls.append(torch.is_grad_enabled())
+        return 2 * x
+
+    with made_again(doubled, make):
+        output = doubled @ first + doubled @ second
+    assert calls == []
+    got = torch.autograd.grad(output.square().sum(), (x, first, second))
+    assert calls == [False]
+    plain = 2 * x @ first + 2 * x @ second
+    for made, wanted in zip(got, torch.autograd.grad(plain.square().sum(), (x, first, second)), strict=True):
+        torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_recomputing_the_product_changes_no_gradient():

@@ -3,7 +3,7 @@
 Counted: packed tokens over the wall-clock seconds of one step (forward, loss, backward, clipping, AdamW), the same
 packed batch for all, steps interleaved in one process, median and range over the repeats. All have the same loss
 (forward KL on the teacher's top 64, the tail as one more outcome; for transformers on the full logits by autograd) and
-fused AdamW. transformers stands there twice: as it packs by itself, SDPA over the whole pack with a block-diagonal mask,
+fused AdamW. transformers stands there twice: as it packs itself, SDPA over the whole pack with a block-diagonal mask,
 and with this decoder's `PackedAttention` put into it. Bare products: the matrix products of a step alone, forward and
 backward, on random matrices of the same shapes.
 

@@ -44,9 +44,9 @@ def main() -> None:
     distill = summaries["distill"]
     rows = [
         ("teacher", summaries["teacher"].after),
-        ("student before (few labels)", distill.before),
-        ("student after distillation", distill.after),
-        ("control: more steps on the few labels", summaries["control"].after),
+        ("student before", distill.before),
+        ("student distilled", distill.after),
+        ("control", summaries["control"].after),
     ]
     print_tables(
         [
@@ -56,7 +56,7 @@ def main() -> None:
             ),
             make_table(
                 f"Demo, seed {options.seed}",
-                ("", "exact match, held out", "KL to the teacher, nats a token"),
+                ("", "exact match", "KL to the teacher (nats a token)"),
                 [
                     (
                         label,

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 
 def run_world(
-    function: Callable[..., Any], *arguments: Any, size: int, folder: Path, timeout: float = 240
+    function: Callable[..., Any], *arguments: Any, size: int, folder: Path, timeout: float = 600
 ) -> list[Any]:
     """What `function(*arguments)` returns in each of `size` processes, by rank.
 

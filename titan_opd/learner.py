@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -240,3 +241,10 @@ def average_metrics(metrics: Sequence[dict[str, Tensor]], counts: Sequence[int],
         for name, mean, largest in zip(names, means_M, largest_M, strict=True)
     ]
     return {name: float(value) for name, value in zip(names, chosen, strict=True)}
+
+
+def summarize_steps(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One record of a batch's optimizer steps: tokens add up, names in "_max" keep the largest, the rest is averaged."""
+    reduce = {"tokens": sum, "mean": statistics.fmean, "max": max}
+    ways = {name: "tokens" if name == "tokens" else "max" if name.endswith("_max") else "mean" for name in metrics[0]}
+    return {name: reduce[way]([step[name] for step in metrics]) for name, way in ways.items()}

@@ -11,7 +11,7 @@ import sys
 from titan_opd.assemble import assemble
 from titan_opd.config import Config
 from titan_opd.data import pack
-from titan_opd.learner import Learner
+from titan_opd.learner import Learner, summarize_steps
 from titan_opd.observe import PhaseClock
 from titan_opd.parallel import open_world
 from titan_opd.run import Run, RunSummary
@@ -66,13 +66,12 @@ def train(config: Config, *, resume: bool = False) -> RunSummary:
                 minibatches = [pack(part, config.training.tokens_per_microbatch) for part in parts_of_batch]
             with clock.phase("train"):
                 minibatches = [learner.with_proximal_policy(batches) for batches in minibatches]
-                for batches in minibatches:
-                    metrics = learner.step(batches, current_version=version)
+                metrics = [learner.step(batches, current_version=version) for batches in minibatches]
             clock.count_tokens("train", sum(len(batch.input_ids) for batches in minibatches for batch in batches))
             with clock.phase("weights"):
                 parts.engine.load_weights(named_weights(parts.student), version + 1)
 
-            run.record(scored, metrics)
+            run.record(scored, summarize_steps(metrics))
             if run.is_due(run.step, config.evaluation.every):
                 run.evaluate(parts.evaluator)
             if run.is_due(run.step, config.checkpoint.every):

@@ -14,7 +14,7 @@ from tests.helpers.trajectories import make_trajectories
 from titan_opd.config import Objective
 from titan_opd.config.schema import OptimizerConfig
 from titan_opd.data import pack
-from titan_opd.learner import DistillationModel, Learner
+from titan_opd.learner import DistillationModel, Learner, summarize_steps
 from titan_opd.losses.reference import reference_per_token
 from titan_opd.models import load_decoder
 from titan_opd.optimizer import learning_rate
@@ -246,3 +246,9 @@ def test_stale_tokens_are_discounted_by_the_versions_they_are_behind(student_pat
     ]
     assert losses == pytest.approx([losses[0], losses[0] / 2, losses[0] / 8])
     assert all(later < earlier for earlier, later in itertools.pairwise(losses))
+
+
+def test_the_optimizer_steps_of_a_batch_are_one_record():
+    steps = [{"loss": 1.0, "tokens": 3, "ratio_max": 2.0}, {"loss": 3.0, "tokens": 5, "ratio_max": 1.0}]
+    assert summarize_steps(steps) == {"loss": 2.0, "tokens": 8, "ratio_max": 2.0}
+    assert summarize_steps(steps[:1]) == steps[0]

@@ -244,7 +244,7 @@ def average_metrics(metrics: Sequence[dict[str, Tensor]], counts: Sequence[int],
 
 
 def summarize_steps(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One record of a batch's optimizer steps: tokens add up, names in "_max" keep the largest, the rest is averaged."""
+    """One record of a batch's optimizer steps: tokens add up, of "_max" the largest stays, the rest is averaged."""
     reduce = {"tokens": sum, "mean": statistics.fmean, "max": max}
     ways = {name: "tokens" if name == "tokens" else "max" if name.endswith("_max") else "mean" for name in metrics[0]}
     return {name: reduce[way]([step[name] for step in metrics]) for name, way in ways.items()}

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(  # all that `titan-opd train` imports sooner or later
-    ["titan_opd.train", "titan_opd.cli", "torch.utils.tensorboard", "transformers.models.auto.tokenization_auto"]
+# All that `titan-opd train` imports sooner or later; torch itself imports _dynamo in the first step.
+_context.set_forkserver_preload(
+    ["titan_opd.train", "titan_opd.cli", "torch._dynamo", "torch.utils.tensorboard", "transformers.modeling_utils"]
 )
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 

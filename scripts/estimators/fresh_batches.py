@@ -40,7 +40,7 @@ from .policies import STALENESS, PolicyChain, without_scores
 from .statistics import Estimate, jackknife, relative_deviation, relative_distance, squared_norm_of_mean
 
 FRESH_K = 4
-SHIFT_FACTOR = 4  # the prefix shift is small beside the noise: it takes this many times the batches
+SHIFT_FACTOR = 8  # the prefix shift is small beside the noise: it takes this many times the batches
 DENSE_NAMES = {"forward_kl": "forward KL, dense", "reverse_kl": "reverse KL, dense"}
 
 
@@ -95,16 +95,22 @@ class FreshBatches:
 def measure_fresh_batches(
     chain: PolicyChain, *, num_batches: int, answers_per_batch: int, sketch: GradientSketch
 ) -> FreshBatches:
-    """The error of one batch's gradient, over batches of fresh prompts that all policies answer."""
-    samples = [chain.parts.prompts.take(answers_per_batch) for _ in range(num_batches * SHIFT_FACTOR)]
+    """The error of one batch's gradient, over batches of fresh prompts that all policies answer.
+
+    In float32, whose rounding is far below the noise of batches; `chain` stays so.
+    """
+    chain.to(torch.float32)
+    size = answers_per_batch
+    samples = chain.parts.prompts.take(num_batches * SHIFT_FACTOR * size)
+    recorded, others = samples[: num_batches * size], samples[num_batches * size :]
     gradients: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
-    answers: dict[int, list[Trajectory]] = {staleness: [] for staleness in STALENESS}
+    answers: dict[int, list[Trajectory]] = {}
     for staleness in STALENESS:
-        for number, batch_samples in enumerate(samples):
+        answers[staleness] = chain.write(staleness, recorded, Recording(max(NUM_SAMPLES), FRESH_K))
+        answers[staleness] += chain.write(staleness, others, Recording())
+        for number in range(num_batches * SHIFT_FACTOR):
+            trajectories = answers[staleness][number * size : (number + 1) * size]
             estimators = DENSE + SPARSE if number < num_batches else DENSE
-            recording = Recording(max(NUM_SAMPLES), FRESH_K) if SPARSE[0] in estimators else Recording()
-            trajectories = chain.write(staleness, batch_samples, recording)
-            answers[staleness] += trajectories
             for name, gradient_B in _gradients(chain, staleness, trajectories, estimators, sketch, number).items():
                 gradients[name, staleness].append(gradient_B)
     stacked = {key: torch.stack(rows) for key, rows in gradients.items()}

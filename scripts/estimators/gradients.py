@@ -5,8 +5,10 @@ itself, which gets the logits as hidden states and the identity as output projec
 Farach-Colton, ICALP 2002) of the parameters' gradient to B numbers keeps lengths and angles up to a relative error of
 about sqrt(2 / B) of squared lengths, the same error for all gradients that are compared.
 
-Everything is float64. Shape suffixes: N prefixes (response tokens), V vocabulary, A = V one token after the other,
-K candidates or m samples, P parameters, B numbers of a sketch.
+Sketches are float64, gradients of the type of the models.
+
+Shape suffixes: N prefixes (response tokens), V vocabulary, A = V one token after the other, K candidates or m samples,
+P parameters, B numbers of a sketch.
 """
 
 from __future__ import annotations
@@ -170,8 +172,8 @@ class GradientSketch:
         self._signs_P = torch.randint(2, (num_parameters,), generator=generator).double() * 2 - 1
 
     def __call__(self, gradient_P: Tensor) -> Tensor:
-        """[B] the sketch of a gradient in all parameters."""
-        return gradient_P.new_zeros(self.size).index_add_(0, self._buckets_P, self._signs_P * gradient_P)
+        """[B] float64, the sketch of a gradient in all parameters."""
+        return torch.zeros(self.size, dtype=torch.float64).index_add_(0, self._buckets_P, self._signs_P * gradient_P)
 
     @torch.no_grad()
     def at_prefixes(self, decoder: Decoder, batch: PackedBatch, vocab_size: int) -> Tensor:

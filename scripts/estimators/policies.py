@@ -26,7 +26,7 @@ MAX_VOCABULARY = 512  # the study goes through the vocabulary, a loss for each t
 
 @dataclass(frozen=True)
 class PolicyChain:
-    """The current student, its older selves and its teacher, float64 for exact gradients.
+    """The current student, its older selves and its teacher, float64 until `to` is called.
 
     Attributes:
         policies: by staleness.
@@ -50,6 +50,11 @@ class PolicyChain:
     def vocab_size(self) -> int:
         return self.parts.model.vocab_size
 
+    def to(self, dtype: torch.dtype) -> None:
+        """Compute in another type from here on; the weights, which are float32 numbers, stay as they are."""
+        for decoder in (*self.policies.values(), self.teacher):
+            decoder.to(dtype)
+
     def write(self, staleness: int, samples: Sequence[Sample], recording: Recording) -> list[Trajectory]:
         """Answers of one of the policies, written as in training.
 
@@ -70,7 +75,7 @@ class PolicyChain:
 
 
 def train_chain(config: Config, world: World) -> PolicyChain:
-    """Take the configuration's warm-up and then as many steps as the stalest policy is behind.
+    """Take the configuration's warm-up and then as many steps as the stalest policy is behind, one step a batch.
 
     The warm-up comes first because AdamW's first steps, without moments, are no example of a step.
 
@@ -109,7 +114,7 @@ def train_chain(config: Config, world: World) -> PolicyChain:
             policies[last - version] = _copy(parts.student)
         if version < last:
             batches = pack(schedule.next_batch(), config.training.tokens_per_microbatch)
-            learner.step(batches, current_version=version)
+            learner.step(learner.with_proximal_policy(batches), current_version=version)
             parts.engine.load_weights(named_weights(parts.student), version + 1)
     assert parts.teacher is not None
     return PolicyChain(policies, last, _copy(parts.teacher).requires_grad_(False), parts, config)

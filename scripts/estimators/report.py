@@ -40,10 +40,10 @@ DEFINITIONS = """\
 Current policy: the student after the last of {steps} steps of on-policy distillation. Staleness s: candidates and
 samples come from the policy s steps before it, itself one of the run's. Gradient: of the mean loss over response tokens
 in all parameters of the current student, as a count sketch of {sketch} numbers (relative error of squared lengths
-about {sketch_error:.0%}, the same for whatever is compared), float64. All biases and deviations are over the length of
-the dense gradient, that is of the same divergence over the whole vocabulary at the same prefixes.
-Bias at fixed prefixes: of the exact expectation over the sample. Deviation: root of the expected squared distance to
-the expectation. Errors are one sigma."""
+about {sketch_error:.0%}, the same for whatever is compared); float64 at fixed prefixes, float32 over fresh batches. All
+biases and deviations are over the length of the dense gradient, that is of the same divergence over the whole
+vocabulary. Bias at fixed prefixes: of the exact expectation over the sample. Deviation: root of the expected squared
+distance to the expectation. Errors are one sigma."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -162,8 +162,9 @@ def _variance(fixed: FixedPrefixes) -> str:
     return (
         "## Is the variance of m samples one sample's over m?\n\n"
         f"{verdict}\n\nm times the variance over redraws at the same prefixes, over the exact variance of one sample; "
-        "the standard errors are exact too (from fourth moments). A large error means that rare large ratios carry "
-        f"the variance.\n\n{markdown_table(['', 's', *(f'm = {m}' for m in NUM_SAMPLES)], checked)}\n\n"
+        "the standard errors are exact too (from fourth moments). A large error means that rare large ratios carry the "
+        "variance: redraws stay below it until they meet one.\n\n"
+        f"{markdown_table(['', 's', *(f'm = {m}' for m in NUM_SAMPLES)], checked)}\n\n"
         "Deviation of one sample at each prefix, exact; with m samples over the root of m:\n\n"
         f"{_by_staleness(noise_rows)}\n\n![{PLOTS['variance.svg']}](variance.svg)"
     )
@@ -185,11 +186,14 @@ def _second_question(fresh: FreshBatches) -> str:
         for s in STALENESS
     ]
     num_answers = fresh.num_batches * fresh.answers_per_batch * SHIFT_FACTOR
+    topk = [fresh.bias[f"{name} top {FRESH_K}", _STALEST] for name in ("forward KL, teacher's", "reverse KL, stale")]
     return (
         "## Does the forward KL's gradient suffer less from stale prefixes than the reverse KL's?\n\n"
         f"**{answer}.** At s = {_STALEST} the reverse KL's shift is {ratio} times the forward KL's. Distance between "
         f"the expected dense gradients on the stale policy's prefixes and on the current one's, from {num_answers} "
-        "answers of each policy to the same prompts with the same noise:\n\n"
+        "answers of each policy to the same prompts with the same noise (with stale candidates too, as in the table of "
+        f"the whole error: {percent(topk[0])} on the teacher's top {FRESH_K} for the forward KL, {percent(topk[1])} "
+        f"on the stale student's for the reverse KL):\n\n"
         + markdown_table(["s", "forward KL", "reverse KL", "reverse over forward"], rows)
         + f"\n\n![{PLOTS['prefix_shift.svg']}](prefix_shift.svg)"
     )

@@ -244,7 +244,8 @@ def average_metrics(metrics: Sequence[dict[str, Tensor]], counts: Sequence[int],
 
 
 def summarize_steps(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One record of a batch's optimizer steps: tokens add up, of "_max" the largest stays, the rest is averaged."""
-    reduce = {"tokens": sum, "mean": statistics.fmean, "max": max}
-    ways = {name: "tokens" if name == "tokens" else "max" if name.endswith("_max") else "mean" for name in metrics[0]}
-    return {name: reduce[way]([step[name] for step in metrics]) for name, way in ways.items()}
+    """One record of a batch's optimizer steps: tokens add up, `_max` keeps the largest, the rate is the last, the rest
+    is averaged."""
+    summary = {name: statistics.fmean(step[name] for step in metrics) for name in metrics[0]}
+    summary |= {name: max(step[name] for step in metrics) for name in summary if name.endswith("_max")}
+    return summary | {"tokens": sum(step["tokens"] for step in metrics), "learning_rate": metrics[-1]["learning_rate"]}

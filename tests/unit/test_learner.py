@@ -249,6 +249,9 @@ def test_stale_tokens_are_discounted_by_the_versions_they_are_behind(student_pat
 
 
 def test_the_optimizer_steps_of_a_batch_are_one_record():
-    steps = [{"loss": 1.0, "tokens": 3, "ratio_max": 2.0}, {"loss": 3.0, "tokens": 5, "ratio_max": 1.0}]
-    assert summarize_steps(steps) == {"loss": 2.0, "tokens": 8, "ratio_max": 2.0}
+    steps = [
+        {"loss": 1.0, "tokens": 3, "learning_rate": 0.1, "ratio_max": 2.0},
+        {"loss": 3.0, "tokens": 5, "learning_rate": 0.2, "ratio_max": 1.0},
+    ]
+    assert summarize_steps(steps) == {"loss": 2.0, "tokens": 8, "learning_rate": 0.2, "ratio_max": 2.0}
     assert summarize_steps(steps[:1]) == steps[0]

@@ -103,6 +103,20 @@ def test_a_process_without_room_fails_the_save_in_both(workshop, pair, tmp_path,
     assert_same_run(run, pair)
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_both_ends_both_with_one_line(workshop, pair, tmp_path, number, status):
+    run, log = tmp_path / "run", tmp_path / "log"
+    processes = start_pair(workshop, run, log=log)
+    assert processes[0].wait_until(lambda: (run / "checkpoints" / "step-000002").exists())
+    for process in processes:
+        process.send(number)
+    assert wait(processes) == [status, -number]
+    assert log.read_text().count("titan-opd train: interrupted; the same command with --resume goes on") == 1
+    assert "Traceback" not in log.read_text()
+    assert wait(start_pair(workshop, run)) == [0, 0]
+    assert_same_run(run, pair)
+
+
 def test_a_checkpoint_of_two_processes_resumes_on_one(workshop, pair, tmp_path):
     run = copy_until(2, pair, tmp_path / "run")
     assert workshop.train(run, *OPTIONS, "--resume") == run

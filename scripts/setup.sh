@@ -19,7 +19,10 @@ fail() {
 extras=""
 case "${1-}" in
     "") ;;
-    --test) extras="[test]" ;;
+    --test)
+        extras="[test]"
+        export TITAN_OPD_EMU=1 # the CUDA kernels in emulation (csrc/emu)
+        ;;
     *) fail "unknown argument '$1'; usage: scripts/setup.sh [--test]" ;;
 esac
 

@@ -68,7 +68,7 @@ class Parts:
             lines.append(f"teacher: {_describe_model(self.teacher)}")
         weight = self.student.lm_head_weight
         lines.append(f"tokenizer: {self.model.vocab_size} tokens")
-        lines.append(f"attention: {attention_backend(weight.device, weight.dtype)}; {ops.describe()}")
+        lines.append(f"attention: {attention_backend(weight.device, weight.dtype)}; {ops.describe(weight.device)}")
         return lines
 
 

@@ -1,4 +1,4 @@
-"""gather_stats against its plain PyTorch definition in float64: every CPU kernel, hard rows, the operator's contract.
+"""gather_stats against its plain PyTorch definition in float64: every kernel, hard rows, the operator's contract.
 
 Shape suffixes: R rows, V columns of a shard, K ids a row.
 """
@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from backends import DTYPES, Backend, per_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,27 +17,19 @@ from titan_opd import ops
 from titan_opd.ops import RowStats
 from titan_opd.ops.reference import gather_stats_reference
 
-# From the narrowest to the widest: a machine that has one has all before it.
-ISAS = ["portable", "avx2", "avx512"]
-BEST_ISA = ISAS.index(torch.ops.titan_opd.cpu_isa())
 
-per_kernel = pytest.mark.parametrize(
-    "isa",
-    [
-        pytest.param(isa, marks=pytest.mark.skipif(i > BEST_ISA, reason=f"this machine has no {isa}"))
-        for i, isa in enumerate(ISAS)
-    ],
-)
+def run_kernel(
+    backend: Backend, logits_RV, ids_RK, vocab_start: int = 0, vocab_size: int | None = None, inverse_temperature=None
+) -> RowStats:
+    return RowStats(*backend.call("gather_stats", logits_RV, ids_RK, vocab_start, vocab_size, inverse_temperature))
 
 
-def run_kernel(isa: str, logits_RV, ids_RK, vocab_start: int = 0, vocab_size: int | None = None) -> RowStats:
-    """gather_stats with the kernel of one instruction set."""
-    return RowStats(*torch.ops.titan_opd.gather_stats(logits_RV, ids_RK, vocab_start, vocab_size, isa))
-
-
-def assert_matches_reference(stats: RowStats, logits_RV, ids_RK, vocab_start: int = 0, vocab_size: int | None = None):
+def assert_matches_reference(
+    stats: RowStats, logits_RV, ids_RK, vocab_start: int = 0, vocab_size: int | None = None, inverse_temperature=None
+):
     """Maxima and candidates exactly, sums to float32 accuracy."""
-    expected = gather_stats_reference(logits_RV.double(), ids_RK, vocab_start=vocab_start, vocab_size=vocab_size)
+    scaled_RV = logits_RV.float() if inverse_temperature is None else logits_RV.float() * inverse_temperature[:, None]
+    expected = gather_stats_reference(scaled_RV.double(), ids_RK, vocab_start=vocab_start, vocab_size=vocab_size)
     assert all(field.dtype == torch.float32 for field in stats)
     for name in ("max", "tail_max", "candidates"):
         torch.testing.assert_close(
@@ -62,7 +55,7 @@ def problems(draw):
     scale = draw(st.sampled_from([0.01, 1.0, 20.0]))
     row_stride = num_columns + draw(st.integers(0, 3))
     storage = torch.randn(num_rows, row_stride, generator=generator) * scale
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    dtype = draw(st.sampled_from(DTYPES))
     logits_RV = storage.to(dtype)[:, :num_columns]
     if draw(st.booleans()):
         logits_RV[torch.rand(logits_RV.shape, generator=generator) < 0.3] = -math.inf
@@ -73,35 +66,34 @@ def problems(draw):
     ids_RK = ids_RK.to(draw(st.sampled_from([torch.int32, torch.int64])))
     if draw(st.booleans()):
         ids_RK = ids_RK.T.contiguous().T
-    return logits_RV, ids_RK, vocab_start, vocab_size
+    inverse_temperature = torch.rand(num_rows, generator=generator) * 3 if draw(st.booleans()) else None
+    return logits_RV, ids_RK, vocab_start, vocab_size, inverse_temperature
 
 
-@per_kernel
+@per_backend
 @given(problem=problems())
 @settings(max_examples=100, deadline=None)
-def test_kernel_equals_reference(isa, problem):
-    logits_RV, ids_RK, vocab_start, vocab_size = problem
-    stats = run_kernel(isa, logits_RV, ids_RK, vocab_start, vocab_size)
-    assert_matches_reference(stats, logits_RV, ids_RK, vocab_start, vocab_size)
+def test_kernel_equals_reference(backend, problem):
+    assert_matches_reference(run_kernel(backend, *problem), *problem)
 
 
-@per_kernel
-def test_exponential_is_accurate(isa):
+@per_backend
+def test_exponential_is_accurate(backend):
     """Two terms only, so that an error of the exponential shows and rounding of the sum does not."""
     x_R = torch.linspace(-1, 0, 4001)
     logits_RV = torch.stack([torch.zeros_like(x_R), x_R], dim=1)
-    stats = run_kernel(isa, logits_RV, torch.zeros(4001, 0, dtype=torch.int64))
+    stats = run_kernel(backend, logits_RV, torch.zeros(4001, 0, dtype=torch.int64))
     torch.testing.assert_close(stats.sum_exp.double(), 1 + x_R.double().exp(), rtol=2e-7, atol=0)
 
 
-@per_kernel
+@per_backend
 @pytest.mark.parametrize("tail_mass", [1e-2, 1e-6, 1e-30])
-def test_tail_keeps_its_precision_where_it_is_tiny(isa, tail_mass):
+def test_tail_keeps_its_precision_where_it_is_tiny(backend, tail_mass):
     torch.manual_seed(0)
     logits_RV = torch.randn(8, 5000)
     ids_RK = torch.stack([torch.randperm(5000)[:16] for _ in range(8)])
     logits_RV.scatter_add_(1, ids_RK, torch.full(ids_RK.shape, -math.log(tail_mass) + 6))
-    stats = run_kernel(isa, logits_RV, ids_RK)
+    stats = run_kernel(backend, logits_RV, ids_RK)
     exact = gather_stats_reference(logits_RV.double(), ids_RK)
     log_mass = exact.tail_lse - exact.lse
     assert log_mass.max() < math.log(tail_mass) + 3  # the rows are what they are meant to be
@@ -109,67 +101,67 @@ def test_tail_keeps_its_precision_where_it_is_tiny(isa, tail_mass):
     torch.testing.assert_close(stats.lse.double(), exact.lse, rtol=0, atol=8e-6)
 
 
-@per_kernel
+@per_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_without_finite_logits(isa, dtype):
+def test_rows_without_finite_logits(backend, dtype):
     logits_RV = torch.full((1, 3000), -math.inf, dtype=dtype)
-    stats = run_kernel(isa, logits_RV, torch.tensor([[5]]))
+    stats = run_kernel(backend, logits_RV, torch.tensor([[5]]))
     assert stats.max.item() == stats.tail_max.item() == -math.inf
     assert stats.sum_exp.item() == stats.tail_sum_exp.item() == 0
     assert stats.candidates.item() == -math.inf
     assert stats.lse.item() == stats.tail_lse.item() == -math.inf
 
 
-@per_kernel
-def test_nothing_outside_the_ids(isa):
+@per_backend
+def test_nothing_outside_the_ids(backend):
     logits_RV = torch.randn(2, 5)
-    stats = run_kernel(isa, logits_RV, torch.tensor([[4, 3, 2, 1, 0], [0, 1, 2, 3, 4]]))
+    stats = run_kernel(backend, logits_RV, torch.tensor([[4, 3, 2, 1, 0], [0, 1, 2, 3, 4]]))
     assert stats.tail_max.tolist() == [-math.inf] * 2
     assert stats.tail_sum_exp.tolist() == [0.0, 0.0]
     torch.testing.assert_close(stats.lse, logits_RV.logsumexp(1))
 
 
-@per_kernel
+@per_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("column", [0, 63, 2047, 2500, 2999])
-def test_nan_and_infinity_propagate_to_the_sets_that_hold_them(isa, dtype, poison, column):
+def test_nan_and_infinity_propagate_to_the_sets_that_hold_them(backend, dtype, poison, column):
     logits_RV = torch.randn(3, 3000).to(dtype)
     logits_RV[:2, column] = poison
     other = (column + 1) % 3000
     ids_RK = torch.tensor([[other], [column], [column]])  # row 0: in the tail; row 1: in the support; row 2: nowhere
-    stats = run_kernel(isa, logits_RV, ids_RK)
+    stats = run_kernel(backend, logits_RV, ids_RK)
     assert stats.max.isnan().tolist() == stats.sum_exp.isnan().tolist() == [True, True, False]
     assert stats.tail_max.isnan().tolist() == stats.tail_sum_exp.isnan().tolist() == [True, False, False]
     assert_matches_reference(stats, logits_RV, ids_RK)
 
 
-@per_kernel
-def test_a_lone_nan_among_minus_infinity_is_seen(isa):
+@per_backend
+def test_a_lone_nan_among_minus_infinity_is_seen(backend):
     logits_RV = torch.full((1, 100), -math.inf)
     logits_RV[0, 70] = math.nan
-    stats = run_kernel(isa, logits_RV, torch.zeros(1, 0, dtype=torch.int64))
+    stats = run_kernel(backend, logits_RV, torch.zeros(1, 0, dtype=torch.int64))
     assert stats.lse.isnan().all()
     assert stats.tail_lse.isnan().all()
 
 
-@per_kernel
-def test_padding_columns_count_nowhere_whatever_they_hold(isa):
+@per_backend
+def test_padding_columns_count_nowhere_whatever_they_hold(backend):
     logits_RV = torch.randn(2, 100)
     padded_RV = torch.cat([logits_RV, torch.full((2, 28), math.nan)], dim=1)
     ids_RK = torch.tensor([[3, 100, -1], [120, 99, 3]])
-    expected = run_kernel(isa, logits_RV, ids_RK)
-    actual = run_kernel(isa, padded_RV, ids_RK, 0, 100)
+    expected = run_kernel(backend, logits_RV, ids_RK)
+    actual = run_kernel(backend, padded_RV, ids_RK, 0, 100)
     for name, a, b in zip(RowStats._fields, actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
 
 
-@per_kernel
-def test_extreme_ids_are_nobodys(isa):
+@per_backend
+def test_extreme_ids_are_nobodys(backend):
     limits = torch.iinfo(torch.int64)
     ids_RK = torch.tensor([[limits.min, limits.max, -1, 7 + 2**32]])
     logits_RV = torch.randn(1, 50)
-    stats = run_kernel(isa, logits_RV, ids_RK, 7)
+    stats = run_kernel(backend, logits_RV, ids_RK, 7)
     assert stats.candidates.tolist() == [[0.0] * 4]
     torch.testing.assert_close(stats.tail_lse, stats.lse, rtol=0, atol=0)
 
@@ -182,16 +174,16 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@per_kernel
+@per_backend
 @pytest.mark.usefixtures("two_threads")
-def test_rows_share_no_state(isa):
+def test_rows_share_no_state(backend):
     """Rows of one call run on several threads and reuse scratch memory: each must equal its own call."""
     torch.manual_seed(0)
     logits_RV = torch.randn(300, 1000)
     ids_RK = torch.randint(-1, 1000, (300, 20))
-    whole = run_kernel(isa, logits_RV, ids_RK)
+    whole = run_kernel(backend, logits_RV, ids_RK)
     for r in (0, 1, 149, 150, 299):
-        alone = run_kernel(isa, logits_RV[r : r + 1], ids_RK[r : r + 1])
+        alone = run_kernel(backend, logits_RV[r : r + 1], ids_RK[r : r + 1])
         for name, a, b in zip(RowStats._fields, whole, alone, strict=True):
             torch.testing.assert_close(a[r : r + 1], b, rtol=0, atol=0, msg=name)
 
@@ -222,17 +214,28 @@ def test_float64_goes_through_the_reference_in_full_precision():
     torch.testing.assert_close(stats.lse, logits_RV.logsumexp(1), rtol=1e-14, atol=0)
 
 
-def test_float16_is_summed_in_float32():
-    logits_RV = torch.randn(4, 300).half()
-    stats = ops.gather_stats(logits_RV, torch.randint(300, (4, 5)))
-    torch.testing.assert_close(stats.lse, logits_RV.float().logsumexp(1))
+@per_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_float_is_read_exactly(backend, dtype):
+    logits_RV = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)[None]
+    stats = run_kernel(backend, logits_RV, torch.arange(2**16)[None])
+    torch.testing.assert_close(stats.candidates, logits_RV.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@per_backend
+def test_a_vocabulary_of_several_segments(backend):
+    """Wider than the bits that a CUDA block holds at a time, with ids in each segment and on its borders."""
+    logits_RV = torch.randn(1, 2 * 2**18 + 33)
+    ids_RK = torch.tensor([[0, 2**18 - 1, 2**18, 2 * 2**18 - 1, 2 * 2**18 + 32]])
+    assert_matches_reference(run_kernel(backend, logits_RV, ids_RK), logits_RV, ids_RK)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operator_obeys_torch(dtype):
-    arguments = (torch.randn(3, 50).to(dtype), torch.randint(-1, 50, (3, 4)), 0, None)
+    logits_RV, ids_RK = torch.randn(3, 50).to(dtype), torch.randint(-1, 50, (3, 4))
+    torch.library.opcheck(torch.ops.titan_opd.gather_stats.default, (logits_RV, ids_RK))
+    arguments = (logits_RV.requires_grad_(), ids_RK, 2, 40, torch.rand(3), "portable")
     torch.library.opcheck(torch.ops.titan_opd.gather_stats.default, arguments)
-    torch.library.opcheck(torch.ops.titan_opd.gather_stats.default, (*arguments[:3], 40, "portable"))
 
 
 def test_compiles_into_one_graph():
@@ -252,7 +255,7 @@ def test_compiles_into_one_graph():
         ({"logits_RV": torch.zeros(4)}, r"logits must be floating \[R, V\]"),
         ({"logits_RV": torch.zeros(2, 5, dtype=torch.int64)}, r"logits must be floating \[R, V\], got torch.int64"),
         ({"logits_RV": torch.zeros(5, 2).T}, r"logits must have adjacent columns, got strides \(1, 2\)"),
-        ({"logits_RV": torch.zeros(2, 5, requires_grad=True)}, r"logits require grad.*logits.detach\(\)"),
+        ({"inverse_temperature": torch.ones(3)}, r"inverse_temperature must be torch.float32 \[2\], got .*\[3\]"),
         (
             {"ids_RK": torch.zeros(3, 1, dtype=torch.int64)},
             r"ids must be \[R, K\] with logits' R = 2 rows, got \[3, 1\]",
@@ -274,10 +277,14 @@ def test_errors_name_the_argument(change, message):
 
 
 def test_unknown_and_missing_instruction_sets_are_refused():
+    arguments = (torch.zeros(1, 2), torch.zeros(1, 0, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="isa = 'sse9' is not one of 'portable', 'avx2', 'avx512'"):
-        run_kernel("sse9", torch.zeros(1, 2), torch.zeros(1, 0, dtype=torch.int64))
+        torch.ops.titan_opd.gather_stats(*arguments, isa="sse9")
+    with pytest.raises(RuntimeError, match="gather_stats: isa = 'avx2' is for tensors on the CPU"):
+        torch.ops.titan_opd_emu.gather_stats(*arguments, isa="avx2")
 
 
-def test_describe_names_the_kernel():
-    title = {"portable": "portable C++", "avx2": "AVX2", "avx512": "AVX-512"}[ISAS[BEST_ISA]]
-    assert ops.describe() == f"gather_stats: CPU kernel ({title})"
+def test_describe_names_the_kernels():
+    title = {"portable": "portable C++", "avx2": "AVX2", "avx512": "AVX-512"}[torch.ops.titan_opd.cpu_isa()]
+    assert ops.describe(torch.device("cpu")) == f"operators: CPU kernels ({title})"
+    assert ops.describe(torch.device("meta")) == "operators: PyTorch references"

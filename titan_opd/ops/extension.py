@@ -1,30 +1,49 @@
-"""Loads the compiled extension and says which of its kernels serve here."""
+"""Loads the compiled extensions and says which of their kernels serve here."""
 
 from __future__ import annotations
 
+import importlib
+
 import torch
+from torch import Tensor
+
+from titan_opd.ops.arguments import LOGIT_DTYPES
 
 BUILD_COMMAND = "pip install --no-build-isolation --use-pep517 -e ."
 ISA_TITLES = {"portable": "portable C++", "avx2": "AVX2", "avx512": "AVX-512"}
 
 
 def load() -> None:
-    """Import `titan_opd._C`, which registers the operators under `torch.ops.titan_opd`.
+    """Import `titan_opd._C`, and `_CUDA` beside a torch for CUDA: they register `torch.ops.titan_opd`.
 
     Raises:
-        ImportError: the extension is not built, or does not fit this torch; the message has the command that builds it.
+        ImportError: an extension is not built, or does not fit this torch; the message has the command that builds it.
     """
-    try:
-        import titan_opd._C  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"titan_opd's compiled operators do not load ({error}). In the repository's root run: {BUILD_COMMAND}"
-        ) from error
+    modules = ["titan_opd._C"]
+    if torch.version.cuda is not None:
+        modules.append("titan_opd._CUDA")
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ImportError(
+                f"titan_opd's compiled operators ({module}) do not load ({error}). In the repository's root run: "
+                f"{BUILD_COMMAND}"
+            ) from error
 
 
 load()
 
 
-def describe() -> str:
-    """Which code serves each operator on this machine, for logs: `"gather_stats: CPU kernel (AVX-512)"`."""
-    return f"gather_stats: CPU kernel ({ISA_TITLES[torch.ops.titan_opd.cpu_isa()]})"
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether the compiled operators work on this tensor; the references serve every other dtype and device."""
+    return tensor.dtype in LOGIT_DTYPES and tensor.device.type in ("cpu", "cuda")
+
+
+def describe(device: torch.device) -> str:
+    """Which code serves the operators on this device, for logs: `"operators: CPU kernels (AVX-512)"`."""
+    if device.type == "cuda":
+        return "operators: CUDA kernels"
+    if device.type == "cpu":
+        return f"operators: CPU kernels ({ISA_TITLES[torch.ops.titan_opd.cpu_isa()]})"
+    return "operators: PyTorch references"

@@ -6,30 +6,47 @@ Shape suffixes: R rows, V columns of this shard, K ids a row.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_opd.ops.row_stats import RowStats
 
 
 def gather_stats_reference(
-    logits_RV: Tensor, ids_RK: Tensor, *, vocab_start: int = 0, vocab_size: int | None = None
+    logits_RV: Tensor,
+    ids_RK: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    inverse_temperature: Tensor | None = None,
 ) -> RowStats:
     """`titan_opd.ops.gather_stats` for any device and floating dtype, with several copies of the logits."""
-    num_columns = logits_RV.shape[1]
-    if vocab_size is not None:
-        num_columns = min(max(vocab_size - vocab_start, 0), num_columns)
-    dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
-
     # One more column of -inf: where nobody's ids point, and what keeps an empty shard from being a special case.
-    z_RV = torch.nn.functional.pad(logits_RV[:, :num_columns].to(dtype), (0, 1), value=-torch.inf)
-    local_RK = ids_RK.long() - vocab_start
-    owned_RK = (ids_RK >= 0) & (local_RK >= 0) & (local_RK < num_columns)
-    columns_RK = torch.where(owned_RK, local_RK, num_columns)
+    z_RV = F.pad(scaled_logits(logits_RV, vocab_start, vocab_size, inverse_temperature), (0, 1), value=-torch.inf)
+    columns_RK, owned_RK = local_columns(ids_RK, vocab_start, z_RV.shape[1] - 1)
 
     candidates_RK = torch.where(owned_RK, z_RV.gather(1, columns_RK), 0.0)
     max_R, sum_exp_R = _max_and_sum_exp(z_RV)
     tail_max_R, tail_sum_exp_R = _max_and_sum_exp(z_RV.scatter(1, columns_RK, -torch.inf))
     return RowStats(max_R, sum_exp_R, tail_max_R, tail_sum_exp_R, candidates_RK)
+
+
+def scaled_logits(
+    logits_RV: Tensor, vocab_start: int, vocab_size: int | None, inverse_temperature: Tensor | None
+) -> Tensor:
+    """The columns that are no padding, in at least float32, times the inverse temperature."""
+    num_columns = logits_RV.shape[1]
+    if vocab_size is not None:
+        num_columns = min(max(vocab_size - vocab_start, 0), num_columns)
+    z_RV = logits_RV[:, :num_columns].to(torch.promote_types(logits_RV.dtype, torch.float32))
+    return z_RV if inverse_temperature is None else z_RV * inverse_temperature[:, None]
+
+
+def local_columns(ids_RK: Tensor, vocab_start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """The shard's columns of global ids, `num_columns` for those of nobody here; and which ids are this shard's."""
+    local_RK = ids_RK.long() - vocab_start
+    owned_RK = (ids_RK >= 0) & (local_RK >= 0) & (local_RK < num_columns)
+    return torch.where(owned_RK, local_RK, num_columns), owned_RK
 
 
 def _max_and_sum_exp(z_RV: Tensor) -> tuple[Tensor, Tensor]:

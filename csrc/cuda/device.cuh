@@ -1,0 +1,90 @@
+// What all kernels share: one spelling of a launch for nvcc and for the emulation, reductions, and the walk along a row.
+#pragma once
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#define TITAN_OPD_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
+  kernel<<<(blocks), (threads), (shared_bytes), (stream)>>>(__VA_ARGS__)
+#define TITAN_OPD_DYNAMIC_SHARED(Type, name)                         \
+  extern __shared__ __align__(16) unsigned char dynamic_shared_raw[]; \
+  Type* name = reinterpret_cast<Type*>(dynamic_shared_raw)
+#else
+#include "../emu/cuda_on_cpu.h"
+#define TITAN_OPD_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
+  (static_cast<void>(stream),                                                \
+   ::cuda_on_cpu::run_grid((blocks), (threads), (shared_bytes), [=] { kernel(__VA_ARGS__); }))
+#define TITAN_OPD_DYNAMIC_SHARED(Type, name) Type* name = static_cast<Type*>(::cuda_on_cpu::dynamic_shared_memory())
+#endif
+
+#include "../elements.h"
+
+namespace titan_opd {
+
+constexpr int kWarpThreads = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// max z and sum exp(z - max) over a set of columns; {-inf, 0} for the empty set. Once NaN or +inf was added the sum is
+// NaN and stays it; `finished` then makes the maximum NaN too.
+struct ExpSum {
+  float max;
+  float sum;
+};
+
+constexpr float kMinusInfinity = -INFINITY;
+
+// What exponents are relative to: -inf - -inf would be NaN.
+__device__ __forceinline__ float finite_shift(float max) {
+  return max == kMinusInfinity ? 0.0f : max;
+}
+
+__device__ __forceinline__ ExpSum merge(ExpSum a, ExpSum b) {
+  const float max = fmaxf(a.max, b.max);
+  const float shift = finite_shift(max);
+  return {max, a.sum * __expf(a.max - shift) + b.sum * __expf(b.max - shift)};
+}
+
+__device__ __forceinline__ ExpSum finished(ExpSum total) {
+  return {total.sum != total.sum ? total.sum : total.max, total.sum};
+}
+
+// The sum over all lanes of the warp, in every lane.
+__device__ __forceinline__ ExpSum warp_merge(ExpSum value) {
+  for (int offset = kWarpThreads / 2; offset > 0; offset /= 2) {
+    const ExpSum other{__shfl_xor_sync(kAllLanes, value.max, offset), __shfl_xor_sync(kAllLanes, value.sum, offset)};
+    value = merge(value, other);
+  }
+  return value;
+}
+
+// Calls `visit(column, z)` once for every column of a row, the block's threads side by side: z is an array of as many
+// adjacent logits as fit 16 bytes, or of one where the row's ends are not aligned to 16 bytes. Reads each byte once.
+template <typename Logit, typename Visit>
+__device__ __forceinline__ void for_each_column(const Logit* row, int64_t num_columns, float factor, Visit visit) {
+  constexpr int kVector = 16 / sizeof(Logit);
+  const int64_t misaligned = reinterpret_cast<uintptr_t>(row) % 16 / sizeof(Logit);
+  const int64_t before = (kVector - misaligned) % kVector;
+  const int64_t head = before < num_columns ? before : num_columns;
+  const int64_t num_vectors = (num_columns - head) / kVector;
+  const uint4* vectors = reinterpret_cast<const uint4*>(row + head);
+
+#pragma unroll 2
+  for (int64_t i = threadIdx.x; i < num_vectors; i += blockDim.x) {
+    const uint4 raw = __ldg(vectors + i);
+    Logit elements[kVector];
+    memcpy(elements, &raw, sizeof(raw));
+    float z[kVector];
+    for (int j = 0; j < kVector; ++j) {
+      z[j] = to_float(elements[j]) * factor;
+    }
+    visit(head + i * kVector, z);
+  }
+  const int64_t tail = head + num_vectors * kVector;
+  const int64_t num_single = head + (num_columns - tail);
+  for (int64_t i = threadIdx.x; i < num_single; i += blockDim.x) {
+    const int64_t column = i < head ? i : tail + (i - head);
+    float z[1] = {to_float(row[column]) * factor};
+    visit(column, z);
+  }
+}
+
+}  // namespace titan_opd

@@ -1,0 +1,17 @@
+// The launchers of the .cu files: plain pointers in, an error code out. A task has at least one row.
+#pragma once
+
+#if !defined(TITAN_OPD_EMULATED)
+#include <cuda_runtime_api.h>
+#else
+#include "../emu/cuda_on_cpu.h"
+#endif
+
+#include "../tasks.h"
+
+namespace titan_opd {
+
+template <typename Logit>
+cudaError_t launch_gather_stats(const GatherStatsTask<Logit>& task, cudaStream_t stream);
+
+}  // namespace titan_opd

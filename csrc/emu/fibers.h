@@ -1,0 +1,52 @@
+// The threads of an emulated block, as fibers that one CPU thread runs in turn.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace cuda_on_cpu {
+
+constexpr unsigned kWarpSize = 32;
+
+struct Thread {
+  uint3 index;
+};
+
+struct Block {
+  dim3 grid, size;
+  uint3 index;
+};
+
+const Thread& current_thread();
+const Block& current_block();
+unsigned lane();
+
+// The block's dynamic shared memory, aligned to 128 bytes, every byte 0xff (a NaN) when a block begins.
+void* dynamic_shared_memory();
+
+// Waits for all live threads of the block. Throws through run_grid when some thread can never arrive.
+void block_barrier();
+// Waits for all live threads of the warp.
+void warp_barrier();
+// A barrier of the warp that hands over one word a lane: the words of all 32 lanes, valid until the next exchange but
+// one. `mask` must be that of a full warp, and every thread of the warp must be live.
+const uint64_t* warp_exchange(unsigned mask, uint64_t word);
+
+// Runs `kernel` for every thread of every block. Throws std::runtime_error when the threads wait for each other forever.
+void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const std::function<void()>& kernel);
+
+// The order in which the threads of a block get their turns: 0 ascending, 1 descending, above that a pseudo-random
+// order anew at every turn. A missing barrier shows in one order and hides in another.
+void set_thread_order(unsigned order);
+
+}  // namespace cuda_on_cpu

@@ -1,0 +1,21 @@
+// The operators' schemas, once for the library `titan_opd` (module _C) and its emulated twin `titan_opd_emu` (_EMU).
+//
+// The implementations stand beside their kernels; the fake (meta) implementations that torch.compile needs are in
+// titan_opd/ops, where shapes are easier to read. Shapes: R rows, V columns of a vocabulary shard, K ids a row.
+//
+// `isa` forces a CPU kernel ("portable", "avx2", "avx512") for tests and benchmarks; None takes the best. On other
+// devices it must be None.
+#pragma once
+
+namespace titan_opd {
+
+template <typename Library>
+void define_operators(Library& library) {
+  // titan_opd/ops/gather_stats.py
+  library.def(
+      "gather_stats(Tensor logits, Tensor ids, int vocab_start=0, int? vocab_size=None,"
+      " Tensor? inverse_temperature=None, str? isa=None)"
+      " -> (Tensor max, Tensor sum_exp, Tensor tail_max, Tensor tail_sum_exp, Tensor candidates)");
+}
+
+}  // namespace titan_opd

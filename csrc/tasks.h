@@ -1,0 +1,67 @@
+// What a kernel is given, on the CPU and on the GPU alike: plain pointers and sizes, checked by operators/*.h. No torch
+// header here, so that .cu files compile in seconds.
+//
+// Shape suffixes: R rows, V columns of this shard, K ids a row.
+#pragma once
+
+#include "elements.h"
+
+namespace titan_opd {
+
+// Rows of adjacent elements.
+template <typename Element>
+struct Matrix {
+  Element* data;
+  int64_t row_stride;
+
+  TITAN_OPD_HOST_DEVICE Element* row(int64_t r) const { return data + r * row_stride; }
+};
+
+// Token ids, int32 or int64, with any strides.
+struct Ids {
+  const void* data;
+  bool is_int64;
+  int64_t row_stride;
+  int64_t column_stride;
+  int64_t num_columns;
+
+  TITAN_OPD_HOST_DEVICE int64_t at(int64_t r, int64_t k) const {
+    const int64_t offset = r * row_stride + k * column_stride;
+    return is_int64 ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
+  }
+};
+
+// The columns of a vocabulary shard that count, and the global id of the first.
+struct Shard {
+  int64_t vocab_start;
+  int64_t num_columns;
+
+  // The column of a global id; -1 for padding and for what another shard owns.
+  TITAN_OPD_HOST_DEVICE int64_t column(int64_t id) const {
+    // vocab_start >= 0, so the first comparison also keeps the subtraction from overflowing.
+    return id < vocab_start || id - vocab_start >= num_columns ? -1 : id - vocab_start;
+  }
+};
+
+// A factor of each row's logits: z = logit * factor. Null: 1.
+struct RowFactors {
+  const float* data;
+
+  TITAN_OPD_HOST_DEVICE float at(int64_t r) const { return data == nullptr ? 1.0f : data[r]; }
+};
+
+template <typename Logit>
+struct GatherStatsTask {
+  Matrix<const Logit> logits_RV;
+  Ids ids_RK;
+  int64_t num_rows;
+  Shard shard;
+  RowFactors inverse_temperature_R;
+  float* max_R;
+  float* sum_exp_R;
+  float* tail_max_R;
+  float* tail_sum_exp_R;
+  Matrix<float> candidates_RK;
+};
+
+}  // namespace titan_opd

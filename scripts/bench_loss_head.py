@@ -41,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     shape = f"T={options.tokens} H={options.hidden} V={options.vocabulary} K={options.candidates}"
     kind = "CPU" if options.cpu_time else "wall"
-    print(f"{shape}, {options.threads} threads, torch {torch.__version__}, {describe(torch.device("cpu"))}")
+    print(f"{shape}, {options.threads} threads, torch {torch.__version__}, {describe(torch.device('cpu'))}")
     print(
         f"median [min .. max] of {options.repeats}, {kind} ms; load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
     )

@@ -1,5 +1,6 @@
 """The fused head's own promises: memory, precision, and when it works for what."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.losses.scenes import build_scene
-from titan_opd.losses import Objective
+from titan_opd.losses import Objective, TeacherScores
+from titan_opd.losses.hybrid import Hybrid
+from titan_opd.losses.rows import StudentRows
 
 ONE_PER_ROUTE = {
     "candidates": Objective("forward_kl"),
@@ -151,6 +154,39 @@ def test_top1_agreement_and_support_mass():
     torch.testing.assert_close(metrics["top1_agreement"], (log_p.argmax(-1) == teacher.argmax(-1)).double().mean())
     torch.testing.assert_close(metrics["student_entropy"], -(log_p.exp() * log_p).sum(-1).mean())
     torch.testing.assert_close(metrics["teacher_entropy"], -(teacher.exp() * teacher).sum(-1).mean())
+
+
+def test_the_teachers_share_of_the_gradient():
+    """Reverse KL: against the two parts of the gradient in the logits, each by autograd."""
+    scene = build_scene(Objective("reverse_kl", support="teacher_topk", tail="drop"), seed=9, num_candidates=19)
+    assert scene.scores.ids.shape[1] == len(scene.weight)  # the support is the whole vocabulary
+    logits = (scene.hidden @ scene.weight.T).requires_grad_()
+    log_p = logits.log_softmax(-1)
+    log_q = torch.empty_like(log_p).scatter_(1, scene.scores.ids, scene.scores.logprobs)
+    (teacher,) = torch.autograd.grad((log_p.exp() * log_q).sum(), logits, retain_graph=True)
+    (student,) = torch.autograd.grad((log_p.exp() * log_p).sum(), logits)
+    teacher, student = teacher.abs().sum(-1), student.abs().sum(-1)
+    expected = (teacher / (teacher + student)).mean()
+    torch.testing.assert_close(scene.loss().metrics["teacher_gradient_share"], expected)
+
+    scene = build_scene(Objective("policy_gradient", correction="none"), seed=9, num_rows=6)
+    log_p = (scene.hidden @ scene.weight.T).log_softmax(-1).gather(1, scene.scores.ids)
+    expected = (scene.scores.logprobs / (scene.scores.logprobs + log_p)).mean()
+    torch.testing.assert_close(scene.loss().metrics["teacher_gradient_share"], expected)
+
+
+def test_a_hybrid_that_hears_no_teacher_says_so():
+    def share(log_q, log_p):
+        log_p_C2 = torch.tensor([log_p], dtype=torch.float64)
+        student = StudentRows(log_p_C2, torch.zeros(1), torch.zeros(1, dtype=torch.bool), torch.zeros(1))
+        scores = TeacherScores(ids=torch.tensor([[1, 2]]), logprobs=torch.tensor([log_q], dtype=torch.float64))
+        return Hybrid(Objective("hybrid"))(student, scores).metrics["teacher_gradient_share"].item()
+
+    # k(a*) <= 0 and k(a) >= 0: the weight is p (log q - log p) of the expert's token alone.
+    assert share([-3.0, -0.5], [-1.0, -2.0]) == pytest.approx(3 / 4)
+    # k(a*) > 0 and k(a) >= 0: q + p log q - p log p.
+    q, p = math.exp(-0.5), math.exp(-1.0)
+    assert share([-0.5, -0.5], [-1.0, -2.0]) == pytest.approx((q - p * 0.5) / (q - p * 0.5 + p))
 
 
 def test_metrics_of_stale_samples():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_opd.config.objective import Objective
-from titan_opd.losses.rows import RowValues, StudentRows
+from titan_opd.losses.rows import RowValues, StudentRows, share_of
 from titan_opd.losses.scores import TeacherScores
 
 
@@ -28,11 +28,16 @@ class Hybrid:
         weights_C2 = hybrid_weights(log_q_C2, log_p_C2.detach(), scores.ids[:, 0] == scores.ids[:, 1])
         clamped_C2 = (scores.logprobs < self.objective.min_logprob).to(log_q_C2.dtype)
         log_ratio_C2 = log_q_C2 - log_p_C2.detach()
+        # A weight is p log q and what q(a*) adds to it, the teacher's, less p log p, the student's.
+        acts_C2 = weights_C2 != 0
+        own_part_C2 = torch.where(acts_C2, log_p_C2.detach().exp() * -log_p_C2.detach(), 0)
+        teacher_part_C2 = torch.where(acts_C2, (weights_C2 - own_part_C2).abs(), 0)
         metrics = {
             "expert_weight": weights_C2[:, 0],
             "own_weight": weights_C2[:, 1],
             "expert_log_ratio": log_ratio_C2[:, 0],
             "own_log_ratio": log_ratio_C2[:, 1],
+            "teacher_gradient_share": share_of(teacher_part_C2.sum(-1), own_part_C2.sum(-1)),
             "teacher_clamped_share": clamped_C2.mean(-1),
         }
         return RowValues(-(weights_C2 * log_p_C2).sum(-1), metrics)

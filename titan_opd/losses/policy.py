@@ -23,6 +23,7 @@ from titan_opd.losses.rows import (
     StudentRows,
     masked_logsumexp,
     masked_mean,
+    share_of,
     valid_candidates,
     valid_ids,
 )
@@ -185,6 +186,7 @@ class PolicyGradient:
         gap = samples.log_q - samples.log_p  # log q/p of the current student
         metrics = {
             "advantage": row_mean(samples.advantage),
+            "teacher_gradient_share": row_mean(share_of(samples.log_q.abs(), samples.log_base.abs())),
             "student_entropy": row_mean(-samples.log_p),
             "reverse_kl_k1": row_mean(-gap),
             "reverse_kl_k2": row_mean(gap.square() / 2),

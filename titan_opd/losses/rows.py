@@ -80,6 +80,11 @@ def masked_mean(values_CK: Tensor, valid_CK: Tensor) -> Tensor:
     return torch.where(valid_CK, values_CK, 0).sum(-1) / count_C
 
 
+def share_of(part: Tensor, rest: Tensor) -> Tensor:
+    """part / (part + rest) of non-negative numbers; 0 where both are 0."""
+    return part / (part + rest).clamp(min=torch.finfo(part.dtype).tiny)
+
+
 def masked_logsumexp(values_CK: Tensor, valid_CK: Tensor) -> Tensor:
     """[C] log-sum-exp over the valid columns; very negative, with finite gradients, for a row that has none."""
     return torch.where(valid_CK, values_CK, _NO_MASS).logsumexp(-1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_opd.config.objective import Objective
 from titan_opd.losses.divergences import divergence_terms, forward_kl_terms, reverse_kl_terms
-from titan_opd.losses.rows import RowValues, StudentRows, masked_logsumexp, masked_mean, valid_candidates, valid_ids
+from titan_opd.losses.rows import RowValues, StudentRows, masked_logsumexp, masked_mean, share_of, valid_candidates, valid_ids
 from titan_opd.losses.scores import TeacherScores
 
 
@@ -83,6 +83,8 @@ class SupportDivergence:
         metrics = _metrics(support.detached(), bucketed.detached())
         clamped_CK = (teacher_CK < self.objective.min_logprob).to(teacher_CK.dtype)
         metrics["teacher_clamped_share"] = masked_mean(clamped_CK, valid_CK)
+        if self.objective.kind == "reverse_kl":
+            metrics["teacher_gradient_share"] = _teacher_gradient_share(outcomes.detached())
         if self.objective.support == "teacher_topk":  # elsewhere the teacher's most likely token may be outside
             metrics["top1_agreement"] = _top1_agreement(support.detached(), student.top_logprob)
         return RowValues(per_token_C, metrics)
@@ -108,6 +110,17 @@ def _metrics(support: _Outcomes, bucketed: _Outcomes) -> dict[str, Tensor]:
         "forward_kl": bucketed.sum(forward_kl_terms(bucketed.log_q, bucketed.log_p)),
         "reverse_kl": bucketed.sum(reverse_kl_terms(bucketed.log_q, bucketed.log_p)),
     }
+
+
+def _teacher_gradient_share(outcomes: _Outcomes) -> Tensor:
+    """[C] of the reverse KL's gradient in the logits, p_j (log p_j - E log p) - p_j (log q_j - E log q): the second."""
+    p_CO = outcomes.log_p.exp()
+
+    def size(logprobs_CO: Tensor) -> Tensor:
+        mean_C = outcomes.sum(p_CO * logprobs_CO) / outcomes.sum(p_CO)
+        return outcomes.sum(p_CO * (logprobs_CO - mean_C[:, None]).abs())
+
+    return share_of(size(outcomes.log_q), size(outcomes.log_p))
 
 
 def _top1_agreement(support: _Outcomes, top_logprob_C: Tensor) -> Tensor:

@@ -76,9 +76,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
 
     print(DEFINITION.format(rounds=arguments.rounds, warmup=WARMUP_ROUNDS, num_ids=arguments.num_ids))
-    print(
-        f"\n{cpu_model()}, {arguments.threads} thread(s), torch {torch.__version__}, {ops.describe(torch.device('cpu'))}\n"
-    )
+    kernels = ops.describe(torch.device("cpu"))
+    print(f"\n{cpu_model()}, {arguments.threads} thread(s), torch {torch.__version__}, {kernels}\n")
     print("| logits | dtype | gather_stats | logsumexp | + gather | speed-up over logsumexp |")
     print("|---|---|---|---|---|---|")
     for num_rows, vocab in SHAPES:

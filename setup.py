@@ -225,6 +225,8 @@ setup(
         "tomli",
         "rich",
         "tensorboard",
+        "pyzmq>=26",
+        "msgspec>=0.19",
     ],
     extras_require={
         "gpu": ["flash-attn"],

@@ -12,6 +12,7 @@ def check_config(config: Config) -> None:
     _check_candidates(config)
     _check_temperature(config)
     _check_data(config)
+    _check_schedule(config)
 
 
 def _check_teacher(config: Config) -> None:
@@ -95,3 +96,33 @@ def _check_data(config: Config) -> None:
                 f"data.{named[0]} = {getattr(config.data, named[0])!r} is not read when data.task = 'arithmetic'; "
                 "remove one of the two"
             )
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, objective = config.schedule, config.objective
+    if schedule.mode == "sync" and not schedule.recompute_kv:
+        raise ValueError(
+            "schedule.recompute_kv = false has no effect with schedule.mode = 'sync', where no answer is unfinished "
+            "when new weights come; leave it out"
+        )
+    if config.rollout.engine == "answers":
+        for name, value, plain in (
+            ("schedule.mode", schedule.mode, "sync"),
+            ("rollout.placement", config.rollout.placement, "colocated"),
+            ("teacher.placement", config.teacher.placement, "colocated"),
+        ):
+            if value != plain:
+                raise ValueError(
+                    f"{name} = {value!r} is for answers that the student writes; with rollout.engine = 'answers' set it "
+                    f"to {plain!r}"
+                )
+    if objective.support == "dense" and config.teacher.placement == "workers":
+        raise ValueError(
+            "objective.support = 'dense' compares whole vocabularies, which the loss makes from the teacher's weights; "
+            "set teacher.placement = 'colocated', or a sparse support"
+        )
+    if config.journal.payload and objective.support == "dense":
+        raise ValueError(
+            "journal.payload = true cannot keep the whole vocabularies of objective.support = 'dense'; choose a sparse "
+            "support, or leave it out"
+        )

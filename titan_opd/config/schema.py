@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan_opd.config.cores import parse_cores
 from titan_opd.config.objective import Objective
 from titan_opd.config.options import check_section, option
 
@@ -20,10 +21,12 @@ class RunConfig:
 
     directory: str = option("runs/default", "folder of everything the run writes; refused when it holds another run")
     seed: int = option(0, "seed of weights, data order and sampling", minimum=0)
-    threads: int = option(0, "CPU threads of torch; 0 leaves torch's own choice", minimum=0)
+    threads: int = option(0, "CPU threads of torch in each process; 0 leaves torch's own choice", minimum=0)
+    cores: str = option("", "cores of the trainer's processes, such as '0-3,8'; empty: any")
 
     def __post_init__(self) -> None:
         check_section(self, "run")
+        parse_cores(self.cores, "run.cores")
         if not self.directory:
             raise ValueError("run.directory = '' names no folder; name a new one")
 
@@ -46,6 +49,24 @@ class StudentConfig:
         check_section(self, "student")
 
 
+def check_workers(section: TeacherConfig | RolloutConfig, name: str) -> None:
+    """Raise a ValueError when cores or devices do not belong to the workers that are started."""
+    if section.workers and section.placement != "workers":
+        raise ValueError(
+            f"{name}.workers = {section.workers} starts processes that {name}.placement = {section.placement!r} has no "
+            "use for; set placement = 'workers'"
+        )
+    for option_name in ("cores", "devices"):
+        given = getattr(section, option_name)
+        if given and len(given) != section.workers:
+            raise ValueError(
+                f"{name}.{option_name} = {list(given)} names {len(given)} places for {name}.workers = "
+                f"{section.workers}; give one for each worker that is started here"
+            )
+    for cores in section.cores:
+        parse_cores(cores, f"{name}.cores")
+
+
 @dataclass(frozen=True)
 class TeacherConfig:
     """The model that scores."""
@@ -60,9 +81,23 @@ class TeacherConfig:
         64, "Monte Carlo samples that the teacher draws at each token for the kind 'mc_forward_kl'", minimum=1
     )
     tokens_per_forward: int = option(8192, "most packed tokens in one forward pass of the scorer", minimum=1)
+    placement: str = option(
+        "colocated",
+        "scores are made in the trainer's processes, or in worker processes that dial in",
+        choices=("colocated", "workers"),
+    )
+    workers: int = option(
+        0, "worker processes that `titan-opd train` starts on this machine, and starts anew when they die", minimum=0
+    )
+    cores: tuple[str, ...] = option((), "cores of each of these workers, such as ['0-3', '4-7']; empty: any")
+    devices: tuple[int, ...] = option((), "the CUDA device of each of these workers; empty: any", minimum=0)
+    fixed_shapes: bool = option(
+        False, "scores that do not depend, to the last bit, on which answers are scored together; slower"
+    )
 
     def __post_init__(self) -> None:
         check_section(self, "teacher")
+        check_workers(self, "teacher")
 
 
 @dataclass(frozen=True)
@@ -101,9 +136,23 @@ class RolloutConfig:
         1, "Monte Carlo samples a token for the kind 'policy_gradient', the written token among them", minimum=1
     )
     student_top_k: int = option(64, "candidates a token for the support 'student_topk'", minimum=1, maximum=256)
+    placement: str = option(
+        "colocated",
+        "answers are written in the trainer's processes, or in worker processes that dial in",
+        choices=("colocated", "workers"),
+    )
+    workers: int = option(
+        0, "worker processes that `titan-opd train` starts on this machine, and starts anew when they die", minimum=0
+    )
+    cores: tuple[str, ...] = option((), "cores of each of these workers, such as ['0-3', '4-7']; empty: any")
+    devices: tuple[int, ...] = option((), "the CUDA device of each of these workers; empty: any", minimum=0)
+    fixed_shapes: bool = option(
+        False, "answers that do not depend, to the last bit, on which are written together; slower"
+    )
 
     def __post_init__(self) -> None:
         check_section(self, "rollout")
+        check_workers(self, "rollout")
 
 
 @dataclass(frozen=True)
@@ -166,10 +215,35 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Who may start which prompt when."""
+    """Who may start which prompt when; titan_opd/schedule/README.md explains the rule."""
 
-    mode: str = option("sync", "'sync': write, score, train, one after the other", choices=("sync",))
+    mode: str = option(
+        "sync",
+        "'sync': write, score, train, one after the other; 'step_off': whole batches ahead; 'async': sample by sample",
+        choices=("sync", "step_off", "async"),
+    )
     batch: int = option(64, "answers per policy version", minimum=1)
+    max_staleness: int | None = option(
+        None,
+        "no token is trained more than this many policy versions after the one that wrote it (default: 0 for 'sync', "
+        "1 for the others)",
+        minimum=0,
+    )
+    on_limit: str = option(
+        "wait",
+        "what a step does about unfinished answers that would miss their deadline: it waits for them, trains them later "
+        "with weight 0 on tokens that are too old, or gives them up (both favour short answers)",
+        choices=("wait", "mask", "drop"),
+    )
+    in_flight: str = option(
+        "keep",
+        "what an engine does with new weights while it writes: it takes them at once and writes on, it finishes its "
+        "answers first, or, as 'keep', but writes answers that would miss their deadline anew, each at most once",
+        choices=("keep", "wait", "restart"),
+    )
+    recompute_kv: bool = option(
+        True, "after new weights in flight, rebuild the keys and values of unfinished answers under them"
+    )
     samples_per_prompt: int = option(1, "answers written to the same prompt; divides `batch`", minimum=1)
     minibatches: int = option(1, "optimizer steps per batch; divides `batch`", minimum=1)
 
@@ -181,6 +255,49 @@ class ScheduleConfig:
                     f"schedule.{name} = {getattr(self, name)} does not divide schedule.batch = {self.batch}; "
                     "choose a divisor"
                 )
+        if self.max_staleness is None:
+            object.__setattr__(self, "max_staleness", 0 if self.mode == "sync" else 1)
+
+
+@dataclass(frozen=True)
+class ChannelConfig:
+    """How the processes of a run find and trust each other; titan_opd/channel/README.md."""
+
+    address: str = option(
+        "",
+        "where the conductor listens: tcp://HOST:PORT or ipc:///PATH; empty: a socket that only this user's processes "
+        "on this machine can reach",
+    )
+    keys: str = option("", "folder of CURVE keys, needed by every address that other machines can reach")
+    heartbeat_seconds: float = option(2.0, "between the signs of life of each process", above=0)
+    silence_seconds: float = option(30.0, "a process that is silent for so long is taken for dead", above=0)
+    lease_seconds: float = option(
+        600.0, "a worker that does nothing for so long while it holds work loses it to others", above=0
+    )
+    clock_skew_seconds: float = option(60.0, "most difference between the clocks of two machines", above=0)
+    store_mb: float = option(4096.0, "most memory for answers, or scores, that wait in a worker, MiB", above=0)
+    cores: str = option("", "cores of the conductor's process, such as '0'; empty: any")
+
+    def __post_init__(self) -> None:
+        check_section(self, "channel")
+        parse_cores(self.cores, "channel.cores")
+        if self.heartbeat_seconds >= self.silence_seconds:
+            raise ValueError(
+                f"channel.heartbeat_seconds = {self.heartbeat_seconds} must be below channel.silence_seconds = "
+                f"{self.silence_seconds}, which is what a missing beat is noticed by"
+            )
+
+
+@dataclass(frozen=True)
+class JournalConfig:
+    """`run.directory`/journal.jsonl: which samples each step trained."""
+
+    payload: bool = option(
+        False, "also keep each step's tokens, log-probabilities and scores, for `titan-opd train --replay`"
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self, "journal")
 
 
 @dataclass(frozen=True)
@@ -253,6 +370,10 @@ class ObserveConfig:
     progress: bool = option(True, "live display in a terminal, plain lines elsewhere; false: only the final table")
     tensorboard: bool = option(True, "event files under `run.directory`/tensorboard")
     log_every: int = option(10, "steps between the plain lines", minimum=1)
+    trace: bool = option(False, "a timeline of all processes, `run.directory`/trace.json, for ui.perfetto.dev")
+    stall_seconds: float = option(
+        600.0, "when nothing has moved for so long, the run says who waits for whom, and stops", above=0
+    )
 
     def __post_init__(self) -> None:
         check_section(self, "observe")
@@ -270,6 +391,8 @@ class Config:
     rollout: RolloutConfig = option(RolloutConfig, "who writes the answers")
     data: DataConfig = option(DataConfig, "the prompts")
     schedule: ScheduleConfig = option(ScheduleConfig, "who may start which prompt when")
+    channel: ChannelConfig = option(ChannelConfig, "how the processes of a run find each other")
+    journal: JournalConfig = option(JournalConfig, "which samples each step trained")
     optimizer: OptimizerConfig = option(OptimizerConfig, "AdamW with warm-up and decay")
     evaluation: EvaluationConfig = option(EvaluationConfig, "held-out prompts, answered and graded")
     checkpoint: CheckpointConfig = option(CheckpointConfig, "weights on disk")

@@ -3,8 +3,9 @@
 // a shuffle or its end, in an order that a test chooses.
 //
 // Faithful: barriers (a barrier that not every live thread reaches is an error), warp shuffles and votes over full
-// warps, static and dynamic shared memory (dynamic memory starts as NaN), atomics. Not covered: races between blocks,
-// partial-warp masks, inline PTX, tensor cores, TMA, clusters, speed.
+// warps, static and dynamic shared memory (dynamic memory starts as NaN; static memory keeps what the block before left
+// there), atomics, the limits of a launch. Not covered: races between blocks, partial-warp masks, barriers of different
+// places in the code that meet, inline PTX, tensor cores, TMA, clusters, speed.
 #pragma once
 
 #include <algorithm>

@@ -1,9 +1,13 @@
 #include "fibers.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <exception>
+#include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -16,8 +20,7 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
-#else
-#define __asan_unpoison_memory_region(address, size) (static_cast<void>(0))
+#include <sanitizer/common_interface_defs.h>
 #endif
 
 // Stores the registers that a call keeps and the stack pointer of this fiber, and goes on with another's.
@@ -51,11 +54,39 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kSavedRegisters = 6;
 
+// What a GPU refuses to launch. Dynamic shared memory: what a kernel gets without asking for more.
+constexpr unsigned kMaxBlockThreads = 1024;
+constexpr unsigned kMaxGridYZ = 65535;
+constexpr size_t kMaxDynamicSharedBytes = 48 << 10;
+
+// The stack that runs next and the one that stops, for AddressSanitizer; nothing without it. A fiber that never comes
+// back passes null for `keep`.
+#if defined(__SANITIZE_ADDRESS__)
+void announce_switch(void** keep, const void* bottom, size_t size) {
+  __sanitizer_start_switch_fiber(keep, bottom, size);
+}
+void arrived(void* kept, const void** from_bottom, size_t* from_size) {
+  __sanitizer_finish_switch_fiber(kept, from_bottom, from_size);
+}
+void forget_frames(const void* stack, size_t size) {
+  __asan_unpoison_memory_region(stack, size);
+}
+#else
+void announce_switch(void**, const void*, size_t) {}
+void arrived(void*, const void**, size_t*) {}
+void forget_frames(const void*, size_t) {}
+#endif
+
+[[noreturn]] void fail(const std::string& message) {
+  throw std::runtime_error("emulated kernel: " + message);
+}
+
 enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
 
 struct Fiber : Thread {
   char* stack = nullptr;
   void* stack_pointer = nullptr;
+  void* sanitizer_state = nullptr;
   unsigned number = 0;  // within the block
   unsigned exchanges = 0;
   State state = State::kReady;
@@ -64,10 +95,15 @@ struct Fiber : Thread {
 struct Warp {
   unsigned num_live = 0;
   unsigned num_waiting = 0;
+  bool in_exchange = false;  // what the waiting threads wait in; else a bare barrier
   uint64_t words[2][kWarpSize] = {};  // two sets, so that an exchange needs one barrier
 };
 
-// One block at a time runs in the whole process; tests that call from several threads would have to wait anyway.
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// One block at a time runs in the whole process: run_grid has the lock.
 class Scheduler {
  public:
   void run_block(const Block& block, const std::function<void()>& kernel, size_t shared_bytes, unsigned order);
@@ -85,13 +121,18 @@ class Scheduler {
   void finish_thread();
   void release_block();
   void release_warp(unsigned warp);
-  void yield() { cuda_on_cpu_switch(&current->stack_pointer, scheduler_stack_pointer_); }
+  void wait_in_warp(bool in_exchange);
+  void resume(Fiber& fiber);
+  void yield();
 
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
-  std::vector<char> shared_bytes_;
+  std::unique_ptr<void, Free> shared_memory_;  // exactly what was asked for, so that AddressSanitizer sees its end
   const std::function<void()>* kernel_ = nullptr;
   void* scheduler_stack_pointer_ = nullptr;
+  void* scheduler_sanitizer_state_ = nullptr;
+  const void* scheduler_stack_ = nullptr;
+  size_t scheduler_stack_bytes_ = 0;
   unsigned num_live_ = 0;
   unsigned num_at_block_barrier_ = 0;
   uint32_t random_ = 1;
@@ -99,21 +140,35 @@ class Scheduler {
 };
 
 Scheduler scheduler;
+std::mutex one_grid_at_a_time;
+thread_local bool inside_a_grid = false;
 unsigned thread_order = 0;
+
+// A fiber's stack above a page that nobody may touch: a stack that overflows must not run into its neighbour.
+char* new_stack() {
+  const size_t guard_bytes = sysconf(_SC_PAGESIZE);
+  void* memory =
+      mmap(nullptr, guard_bytes + kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED || mprotect(memory, guard_bytes, PROT_NONE) != 0) {
+    throw std::bad_alloc();
+  }
+  return static_cast<char*>(memory) + guard_bytes;
+}
 
 void Scheduler::prepare(const Block& new_block, size_t shared_bytes) {
   block = new_block;
   const unsigned num_threads = block.size.x * block.size.y * block.size.z;
   while (fibers_.size() < num_threads) {
-    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (stack == MAP_FAILED) {
-      throw std::bad_alloc();
-    }
     fibers_.emplace_back();
-    fibers_.back().stack = static_cast<char*>(stack);
+    fibers_.back().stack = new_stack();
   }
   warps_.assign((num_threads + kWarpSize - 1) / kWarpSize, Warp());
-  shared_bytes_.assign(shared_bytes + 128, static_cast<char>(0xff));
+  void* shared = nullptr;
+  if (posix_memalign(&shared, 128, shared_bytes) != 0) {
+    throw std::bad_alloc();
+  }
+  shared_memory_.reset(shared);
+  std::fill_n(static_cast<unsigned char*>(shared), shared_bytes, 0xff);
   num_live_ = num_threads;
   num_at_block_barrier_ = 0;
   error_ = nullptr;
@@ -124,7 +179,8 @@ void Scheduler::prepare(const Block& new_block, size_t shared_bytes) {
     fiber.exchanges = 0;
     fiber.state = State::kReady;
     ++warps_[i / kWarpSize].num_live;
-    __asan_unpoison_memory_region(fiber.stack, kStackBytes);
+    fiber.sanitizer_state = nullptr;
+    forget_frames(fiber.stack, kStackBytes);
     // The first switch pops the registers and "returns" to entry; the null above it stands for entry's caller.
     void** top = reinterpret_cast<void**>(fiber.stack + kStackBytes - 64);
     *--top = nullptr;
@@ -156,26 +212,42 @@ void Scheduler::run_block(const Block& new_block, const std::function<void()>& k
     for (const unsigned i : turns) {
       if (fibers_[i].state == State::kReady) {
         any_ran = true;
-        current = &fibers_[i];
-        cuda_on_cpu_switch(&scheduler_stack_pointer_, current->stack_pointer);
+        resume(fibers_[i]);
+        if (error_) {
+          std::rethrow_exception(std::exchange(error_, nullptr));
+        }
       }
     }
-    if (error_) {
-      std::rethrow_exception(error_);
-    }
     if (!any_ran) {
-      throw std::runtime_error("emulated kernel: deadlock, a barrier that not every live thread reaches");
+      fail("deadlock, a barrier that not every live thread reaches");
     }
   }
 }
 
+void Scheduler::resume(Fiber& fiber) {
+  current = &fiber;
+  announce_switch(&scheduler_sanitizer_state_, fiber.stack, kStackBytes);
+  cuda_on_cpu_switch(&scheduler_stack_pointer_, fiber.stack_pointer);
+  arrived(scheduler_sanitizer_state_, nullptr, nullptr);
+}
+
+void Scheduler::yield() {
+  Fiber& fiber = *current;
+  announce_switch(fiber.state == State::kDone ? nullptr : &fiber.sanitizer_state, scheduler_stack_,
+                  scheduler_stack_bytes_);
+  cuda_on_cpu_switch(&fiber.stack_pointer, scheduler_stack_pointer_);
+  arrived(fiber.sanitizer_state, &scheduler_stack_, &scheduler_stack_bytes_);
+}
+
 void Scheduler::entry() {
+  arrived(nullptr, &scheduler.scheduler_stack_, &scheduler.scheduler_stack_bytes_);
   try {
     (*scheduler.kernel_)();
+    scheduler.finish_thread();
   } catch (...) {
-    scheduler.error_ = std::current_exception();
+    scheduler.error_ = std::current_exception();  // run_block throws it and leaves the block's other threads behind
+    scheduler.current->state = State::kDone;
   }
-  scheduler.finish_thread();
   scheduler.yield();  // never comes back
 }
 
@@ -185,6 +257,9 @@ void Scheduler::finish_thread() {
   const unsigned number = current->number / kWarpSize;
   Warp& warp = warps_[number];
   --warp.num_live;
+  if (warp.num_waiting > 0 && warp.in_exchange) {
+    fail("a thread ends while others of its warp wait for it in a shuffle or a vote");
+  }
   if (warp.num_live > 0 && warp.num_waiting == warp.num_live) {
     release_warp(number);
   }
@@ -223,9 +298,18 @@ void Scheduler::wait_for_block() {
 }
 
 void Scheduler::wait_for_warp() {
+  wait_in_warp(false);
+}
+
+void Scheduler::wait_in_warp(bool in_exchange) {
   const unsigned number = current->number / kWarpSize;
+  Warp& warp = warps_[number];
+  if (warp.num_waiting > 0 && warp.in_exchange != in_exchange) {
+    fail("some threads of a warp are at __syncwarp, others in a shuffle or a vote");
+  }
   current->state = State::kAtWarpBarrier;
-  if (++warps_[number].num_waiting == warps_[number].num_live) {
+  warp.in_exchange = in_exchange;
+  if (++warp.num_waiting == warp.num_live) {
     release_warp(number);
   } else {
     yield();
@@ -233,15 +317,34 @@ void Scheduler::wait_for_warp() {
 }
 
 const uint64_t* Scheduler::exchange(uint64_t word) {
-  uint64_t* words = warps_[current->number / kWarpSize].words[current->exchanges++ % 2];
+  Warp& warp = warps_[current->number / kWarpSize];
+  if (warp.num_live < kWarpSize) {
+    fail("a shuffle or a vote needs every thread of the warp, and some have ended");
+  }
+  uint64_t* words = warp.words[current->exchanges++ % 2];
   words[current->number % kWarpSize] = word;
-  wait_for_warp();
+  wait_in_warp(true);
   return words;
 }
 
 void* Scheduler::shared_memory() {
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(shared_bytes_.data());
-  return reinterpret_cast<void*>((begin + 127) & ~uintptr_t{127});
+  return shared_memory_.get();
+}
+
+void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
+  const auto text = [](dim3 size) {
+    return "(" + std::to_string(size.x) + ", " + std::to_string(size.y) + ", " + std::to_string(size.z) + ")";
+  };
+  const uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
+  if (threads == 0 || threads > kMaxBlockThreads) {
+    fail("a block of " + text(block) + " threads; a GPU takes 1 to " + std::to_string(kMaxBlockThreads));
+  }
+  if (grid.x == 0 || grid.x > INT32_MAX || grid.y == 0 || grid.y > kMaxGridYZ || grid.z == 0 || grid.z > kMaxGridYZ) {
+    fail("a grid of " + text(grid) + " blocks; a GPU takes 1 to 2147483647, 65535 and 65535");
+  }
+  if (dynamic_shared_bytes > kMaxDynamicSharedBytes) {
+    fail(std::to_string(dynamic_shared_bytes) + " bytes of dynamic shared memory; a kernel gets 49152 without asking");
+  }
 }
 
 }  // namespace
@@ -257,12 +360,22 @@ void set_thread_order(unsigned order) { thread_order = order; }
 const uint64_t* warp_exchange(unsigned mask, uint64_t word) {
   const unsigned block_threads = scheduler.block.size.x * scheduler.block.size.y * scheduler.block.size.z;
   if (mask != 0xffffffffu || block_threads % kWarpSize != 0) {
-    throw std::runtime_error("emulated kernel: only full warps can exchange values");
+    fail("only full warps can exchange values");
   }
   return scheduler.exchange(word);
 }
 
 void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const std::function<void()>& kernel) {
+  if (inside_a_grid) {
+    fail("a kernel cannot launch another");
+  }
+  check_launch(grid, block, dynamic_shared_bytes);
+  // Operators of several threads of the process meet here; a kernel itself runs on one.
+  const std::lock_guard<std::mutex> lock(one_grid_at_a_time);
+  inside_a_grid = true;
+  struct Leave {
+    ~Leave() { inside_a_grid = false; }
+  } leave;
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
       for (unsigned x = 0; x < grid.x; ++x) {

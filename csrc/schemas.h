@@ -16,6 +16,11 @@ void define_operators(Library& library) {
       "gather_stats(Tensor logits, Tensor ids, int vocab_start=0, int? vocab_size=None,"
       " Tensor? inverse_temperature=None, str? isa=None)"
       " -> (Tensor max, Tensor sum_exp, Tensor tail_max, Tensor tail_sum_exp, Tensor candidates)");
+  // titan_opd/ops/sparse_softmax_grad.py
+  library.def(
+      "sparse_softmax_grad_(Tensor(a!) logits, Tensor ids, Tensor g, Tensor lse, Tensor tail_lse, Tensor g_lse,"
+      " Tensor g_tail, int vocab_start=0, int? vocab_size=None, Tensor? inverse_temperature=None, str? isa=None)"
+      " -> ()");
 }
 
 }  // namespace titan_opd

@@ -4,6 +4,8 @@
 // Shape suffixes: R rows, V columns of this shard, K ids a row.
 #pragma once
 
+#include <cmath>
+
 #include "elements.h"
 
 namespace titan_opd {
@@ -62,6 +64,46 @@ struct GatherStatsTask {
   float* tail_max_R;
   float* tail_sum_exp_R;
   Matrix<float> candidates_RK;
+};
+
+template <typename Logit>
+struct SparseSoftmaxGradTask {
+  Matrix<Logit> logits_RV;  // replaced by the gradient
+  int64_t num_columns;      // V; those past the shard's are padding
+  Ids ids_RK;
+  int64_t num_rows;
+  Shard shard;
+  RowFactors inverse_temperature_R;
+  Matrix<const float> g_RK;
+  const float* lse_R;
+  const float* tail_lse_R;
+  const float* g_lse_R;
+  const float* g_tail_R;
+  Matrix<float> own_RK;  // scratch
+};
+
+// The numbers of one row's gradient, the inverse temperature multiplied in: lse_scale exp(z - lse) at the ids, to which
+// their g is added, and outside_scale exp(z - outside_shift) outside.
+struct SoftmaxGradRow {
+  float lse;
+  float lse_scale;
+  float outside_shift;
+  float outside_scale;
+
+  template <typename Logit>
+  TITAN_OPD_HOST_DEVICE SoftmaxGradRow(const SparseSoftmaxGradTask<Logit>& task, int64_t r) {
+    const float factor = task.inverse_temperature_R.at(r);
+    const float tail_lse = task.tail_lse_R[r];
+    // A row of -inf alone: relative to 0 its exponentials are 0, relative to -inf they would be NaN.
+    lse = task.lse_R[r] == -INFINITY ? 0.0f : task.lse_R[r];
+    lse_scale = factor * task.g_lse_R[r];
+    outside_shift = lse;
+    outside_scale = lse_scale;
+    if (tail_lse != -INFINITY) {
+      outside_shift = tail_lse;
+      outside_scale = factor * task.g_tail_R[r] + lse_scale * expf(tail_lse - lse);
+    }
+  }
 };
 
 }  // namespace titan_opd

@@ -39,6 +39,9 @@ struct RowKernels {
   // The sum over the columns 0 .. num_columns of `row` whose bit in `left_out` is 0. Bit c of `left_out` is bit c % 64
   // of its word c / 64; null leaves nothing out.
   ExpSum (*exp_sum)(const Logit* row, int64_t num_columns, float factor, const uint64_t* left_out);
+  // Replaces the columns 0 .. num_columns of `row` by scale exp(z - shift), for z - shift up to rounding not above 0;
+  // by 0 where z - shift is below -87.
+  void (*scaled_exp)(Logit* row, int64_t num_columns, float factor, float shift, float scale);
 };
 
 // The tables of rows_<instruction set>.cpp.

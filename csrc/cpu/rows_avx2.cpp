@@ -6,12 +6,13 @@
 #pragma GCC target("avx2,fma")
 
 #include "rows/exp_sum.h"
+#include "rows/scaled_exp.h"
 
 namespace titan_opd {
 
 template <typename Logit>
 RowKernels<Logit> avx2_row_kernels() {
-  return {&exp_sum<Logit>};
+  return {&exp_sum<Logit>, &scaled_exp<Logit>};
 }
 
 template RowKernels<float> avx2_row_kernels();

@@ -6,12 +6,13 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
 
 #include "rows/exp_sum.h"
+#include "rows/scaled_exp.h"
 
 namespace titan_opd {
 
 template <typename Logit>
 RowKernels<Logit> avx512_row_kernels() {
-  return {&exp_sum<Logit>};
+  return {&exp_sum<Logit>, &scaled_exp<Logit>};
 }
 
 template RowKernels<float> avx512_row_kernels();

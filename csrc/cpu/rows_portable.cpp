@@ -2,12 +2,13 @@
 #include "rows.h"
 
 #include "rows/exp_sum.h"
+#include "rows/scaled_exp.h"
 
 namespace titan_opd {
 
 template <typename Logit>
 RowKernels<Logit> portable_row_kernels() {
-  return {&exp_sum<Logit>};
+  return {&exp_sum<Logit>, &scaled_exp<Logit>};
 }
 
 template RowKernels<float> portable_row_kernels();

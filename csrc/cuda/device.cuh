@@ -87,4 +87,75 @@ __device__ __forceinline__ void for_each_column(const Logit* row, int64_t num_co
   }
 }
 
+// Replaces every element of a row by `f` of it, the block's threads side by side, 16 bytes at a time where the row's ends
+// allow. Each element is read and written by one thread.
+template <typename Element, typename Function>
+__device__ __forceinline__ void transform_columns(Element* row, int64_t num_columns, Function f) {
+  constexpr int kVector = 16 / sizeof(Element);
+  const int64_t misaligned = reinterpret_cast<uintptr_t>(row) % 16 / sizeof(Element);
+  const int64_t before = (kVector - misaligned) % kVector;
+  const int64_t head = before < num_columns ? before : num_columns;
+  const int64_t num_vectors = (num_columns - head) / kVector;
+  uint4* vectors = reinterpret_cast<uint4*>(row + head);
+
+#pragma unroll 2
+  for (int64_t i = threadIdx.x; i < num_vectors; i += blockDim.x) {
+    uint4 raw = vectors[i];
+    Element elements[kVector];
+    memcpy(elements, &raw, sizeof(raw));
+    for (int j = 0; j < kVector; ++j) {
+      from_float(f(to_float(elements[j])), elements[j]);
+    }
+    memcpy(&raw, elements, sizeof(raw));
+    vectors[i] = raw;
+  }
+  const int64_t tail = head + num_vectors * kVector;
+  const int64_t num_single = head + (num_columns - tail);
+  for (int64_t i = threadIdx.x; i < num_single; i += blockDim.x) {
+    const int64_t column = i < head ? i : tail + (i - head);
+    from_float(f(to_float(row[column])), row[column]);
+  }
+}
+
+// Like for_each_column, for a visitor with barriers: all threads of the block call `visit(column, z, count)` equally
+// often; the first `count` of z exist, from none to all. The next logits are on their way from memory meanwhile.
+template <typename Logit, typename Visit>
+__device__ __forceinline__ void for_each_column_together(const Logit* row, int64_t num_columns, float factor,
+                                                         Visit visit) {
+  constexpr int kVector = 16 / sizeof(Logit);
+  const int64_t misaligned = reinterpret_cast<uintptr_t>(row) % 16 / sizeof(Logit);
+  const int64_t before = (kVector - misaligned) % kVector;
+  const int64_t head = before < num_columns ? before : num_columns;
+  const int64_t num_vectors = (num_columns - head) / kVector;
+  const uint4* vectors = reinterpret_cast<const uint4*>(row + head);
+
+  // What does not fill a vector is less than two of them: one column a thread.
+  const int64_t tail = head + num_vectors * kVector;
+  const int64_t num_single = head + (num_columns - tail);
+  if (num_single > 0) {
+    const int64_t i = threadIdx.x;
+    const int64_t column = i < head ? i : tail + (i - head);
+    const float z[1] = {i < num_single ? to_float(row[column]) * factor : 0.0f};
+    visit(column, z, i < num_single ? 1 : 0);
+  }
+  uint4 next{0, 0, 0, 0};
+  if (threadIdx.x < num_vectors) {
+    next = __ldg(vectors + threadIdx.x);
+  }
+  for (int64_t first = 0; first < num_vectors; first += blockDim.x) {
+    const int64_t i = first + threadIdx.x;
+    const uint4 raw = next;
+    if (i + blockDim.x < num_vectors) {
+      next = __ldg(vectors + i + blockDim.x);
+    }
+    Logit elements[kVector];
+    memcpy(elements, &raw, sizeof(raw));
+    float z[kVector];
+    for (int j = 0; j < kVector; ++j) {
+      z[j] = to_float(elements[j]) * factor;
+    }
+    visit(head + i * kVector, z, i < num_vectors ? kVector : 0);
+  }
+}
+
 }  // namespace titan_opd

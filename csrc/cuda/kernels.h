@@ -14,4 +14,7 @@ namespace titan_opd {
 template <typename Logit>
 cudaError_t launch_gather_stats(const GatherStatsTask<Logit>& task, cudaStream_t stream);
 
+template <typename Logit>
+cudaError_t launch_sparse_softmax_grad(const SparseSoftmaxGradTask<Logit>& task, cudaStream_t stream);
+
 }  // namespace titan_opd

@@ -238,6 +238,38 @@ def test_operator_obeys_torch(dtype):
     torch.library.opcheck(torch.ops.titan_opd.gather_stats.default, arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(10))
+def test_gradient_equals_float64_autograd(dtype, seed):
+    """Through lse, tail_lse and candidates at once, with duplicates, padding, masked logits and a temperature."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_RV = (torch.randn(5, 300, generator=generator) * 3).to(dtype)
+    logits_RV[torch.rand(5, 300, generator=generator) < 0.1] = -math.inf
+    ids_RK = torch.randint(-1, 30, (5, 12), generator=generator) * 10
+    upstream = [torch.randn(5, generator=generator), torch.randn(5, generator=generator)]
+    upstream.append(torch.randn(5, 12, generator=generator))
+    factor_R = torch.rand(5, generator=generator) + 0.5
+
+    def gradient(leaf_RV, factor_R):
+        stats = ops.gather_stats(leaf_RV, ids_RK, vocab_start=3, vocab_size=290, inverse_temperature=factor_R)
+        finite_RK = torch.where(stats.candidates.isfinite(), stats.candidates, 0)
+        outputs = (stats.lse, stats.tail_lse, finite_RK)
+        return torch.autograd.grad(outputs, leaf_RV, [g.to(stats.lse.dtype) for g in upstream])[0]
+
+    actual_RV = gradient(logits_RV.clone().requires_grad_(), factor_R)
+    expected_RV = gradient(logits_RV.double().requires_grad_(), factor_R.double())
+    assert actual_RV.dtype == dtype
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(actual_RV.double(), expected_RV, rtol=rounding, atol=3e-6)
+
+
+def test_gradient_of_the_gradient_is_refused():
+    leaf_RV = torch.randn(2, 9).requires_grad_()
+    lse_R = ops.gather_stats(leaf_RV, torch.zeros(2, 1, dtype=torch.int64)).lse
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        torch.autograd.grad(lse_R.sum(), leaf_RV, create_graph=True)
+
+
 def test_compiles_into_one_graph():
     def loss(logits_RV, ids_RK):
         stats = ops.gather_stats(logits_RV * 2, ids_RK, vocab_start=3, vocab_size=40)

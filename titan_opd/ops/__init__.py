@@ -1,8 +1,8 @@
 """Python face of the compiled operators in csrc/, each with its plain PyTorch reference beside it.
 
-`gather_stats` reads each row of logits once; `reference.gather_stats_reference` is what it must equal; `describe` says
-which code serves on this machine. Importing this package needs the compiled extension. In plain PyTorch: `noise`,
-counter-based uniforms, and `draw`, what they draw from rows of logits.
+`gather_stats` reads each row of logits once; `sparse_softmax_grad_` replaces logits by their gradient; `reference` has
+what they must equal; `describe` says which code serves on this machine. Importing this package needs the compiled
+extension. In plain PyTorch: `noise`, counter-based uniforms, and `draw`, what they draw from rows of logits.
 """
 
 from __future__ import annotations
@@ -10,5 +10,6 @@ from __future__ import annotations
 from titan_opd.ops.extension import describe
 from titan_opd.ops.gather_stats import gather_stats
 from titan_opd.ops.row_stats import RowStats
+from titan_opd.ops.sparse_softmax_grad import sparse_softmax_grad_
 
-__all__ = ["RowStats", "describe", "gather_stats"]
+__all__ = ["RowStats", "describe", "gather_stats", "sparse_softmax_grad_"]

@@ -21,6 +21,14 @@ def check_logits(logits_RV: Tensor, name: str = "logits") -> None:
         )
 
 
+def check_separate_rows(logits_RV: Tensor, name: str = "logits") -> None:
+    """Rows that do not share memory, for what is written in place."""
+    if logits_RV.shape[0] > 1 and logits_RV.stride(0) < logits_RV.shape[1]:
+        raise ValueError(
+            f"{name} is overwritten and its rows overlap (strides {logits_RV.stride()}); pass a copy of it"
+        )
+
+
 def check_ids(ids_RK: Tensor, logits_RV: Tensor, name: str = "ids") -> None:
     """Integer ids with the logits' rows, on the logits' device."""
     if ids_RK.dim() != 2 or ids_RK.shape[0] != logits_RV.shape[0]:

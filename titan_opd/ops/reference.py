@@ -31,6 +31,42 @@ def gather_stats_reference(
     return RowStats(max_R, sum_exp_R, tail_max_R, tail_sum_exp_R, candidates_RK)
 
 
+def sparse_softmax_grad_reference_(
+    logits_RV: Tensor,
+    ids_RK: Tensor,
+    g_RK: Tensor,
+    lse_R: Tensor,
+    tail_lse_R: Tensor,
+    g_lse_R: Tensor,
+    g_tail_R: Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    inverse_temperature: Tensor | None = None,
+) -> Tensor:
+    """`titan_opd.ops.sparse_softmax_grad_` for any device and floating dtype, with several copies of the logits."""
+    z_RV = scaled_logits(logits_RV, vocab_start, vocab_size, inverse_temperature)
+    num_columns = z_RV.shape[1]
+    columns_RK, _ = local_columns(ids_RK, vocab_start, num_columns)
+    # One more column, where nobody's ids point.
+    at_ids_RV = z_RV.new_zeros(len(z_RV), num_columns + 1).scatter_add(1, columns_RK, g_RK)[:, :num_columns]
+    outside_RV = torch.ones_like(F.pad(z_RV, (0, 1)), dtype=torch.bool).scatter(1, columns_RK, False)[:, :num_columns]
+
+    grad_RV = g_lse_R[:, None] * _exp_below(z_RV, lse_R)
+    grad_RV += torch.where(outside_RV, g_tail_R[:, None] * _exp_below(z_RV, tail_lse_R), 0)
+    grad_RV += at_ids_RV
+    if inverse_temperature is not None:
+        grad_RV *= inverse_temperature[:, None]
+    logits_RV[:, :num_columns] = grad_RV
+    logits_RV[:, num_columns:] = 0
+    return logits_RV
+
+
+def _exp_below(z_RV: Tensor, lse_R: Tensor) -> Tensor:
+    """exp(z - lse); 0 for a set of which lse = -inf says that it has no mass."""
+    return (z_RV - torch.where(lse_R == -torch.inf, torch.inf, lse_R)[:, None]).exp()
+
+
 def scaled_logits(
     logits_RV: Tensor, vocab_start: int, vocab_size: int | None, inverse_temperature: Tensor | None
 ) -> Tensor:

@@ -4,6 +4,7 @@
 // the compiler vectorises the same loops for another instruction set. Everything is in an unnamed namespace and nothing
 // here instantiates a standard template: an inline function with external linkage, compiled for AVX-512 in one file,
 // could be the copy that the linker keeps for all files, and would crash on a CPU without it.
+#pragma once
 
 #if defined(__clang__)
 #error "clang ignores the target pragmas and would build every kernel for the baseline CPU: use g++ (CXX=g++)"

@@ -113,8 +113,8 @@ def _check_schedule(config: Config) -> None:
         ):
             if value != plain:
                 raise ValueError(
-                    f"{name} = {value!r} is for answers that the student writes; with rollout.engine = 'answers' set it "
-                    f"to {plain!r}"
+                    f"{name} = {value!r} is for answers that the student writes; with rollout.engine = 'answers' set "
+                    f"it to {plain!r}"
                 )
     if objective.support == "dense" and config.teacher.placement == "workers":
         raise ValueError(

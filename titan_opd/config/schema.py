@@ -231,8 +231,8 @@ class ScheduleConfig:
     )
     on_limit: str = option(
         "wait",
-        "what a step does about unfinished answers that would miss their deadline: it waits for them, trains them later "
-        "with weight 0 on tokens that are too old, or gives them up (both favour short answers)",
+        "what a step does about unfinished answers that would miss their deadline: it waits for them, trains them "
+        "later with weight 0 on tokens that are too old, or gives them up (both favour short answers)",
         choices=("wait", "mask", "drop"),
     )
     in_flight: str = option(

@@ -82,12 +82,14 @@ class PromptStream:
             "seed": self._seed,
             "samples_per_prompt": self._samples_per_prompt,
             "num_prompts": len(self._prompts),
-            "prompts_digest": self._digest(),
+            "prompts_digest": prompts_digest(self._prompts),
         }
 
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for prompt in self._prompts:
-            digest.update(f"{prompt.id}\n{len(prompt.token_ids)}\n".encode())
-            digest.update(prompt.token_ids.numpy().tobytes())
-        return digest.hexdigest()
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """A digest of the prompts' names and tokens, in their order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(f"{prompt.id}\n{len(prompt.token_ids)}\n".encode())
+        digest.update(prompt.token_ids.numpy().tobytes())
+    return digest.hexdigest()

@@ -72,7 +72,10 @@ def test_a_table_that_names_some_keys_keeps_the_sections_own_defaults(tmp_path):
     [
         ("[schedule]\nbatsh = 3\n", r"unknown key 'batsh' in \[schedule\]; did you mean 'batch'\?"),
         ("[scedule]\nbatch = 3\n", "unknown key 'scedule' in the configuration; did you mean 'schedule'"),
-        ("[schedule]\nmode = 'sink'\n", "schedule.mode = 'sink' is not one of 'sync'; did you mean 'sync'"),
+        (
+            "[schedule]\nmode = 'sink'\n",
+            "schedule.mode = 'sink' is not one of 'sync', 'step_off', 'async'; did you mean 'sync'",
+        ),
         ("[schedule]\nbatch = 0\n", "schedule.batch = 0 must be at least 1"),
         ("[schedule]\nbatch = '3'\n", "schedule.batch = '3' must be of type int, it is str"),
         ("[schedule]\nbatch = true\n", "schedule.batch = True must be of type int, it is bool"),

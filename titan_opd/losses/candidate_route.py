@@ -29,7 +29,7 @@ class CandidateRoute:
     ) -> RowValues:
         """The rows' values under given scores of theirs."""
         ids_CK = self.row_loss.candidates(scores)
-        stats = inputs.shard.stats(logits_CV[:, :-1], ids_CK)
+        stats = inputs.shard.stats(logits_CV, ids_CK)
         if not write_gradient:
             return self.row_loss(student_rows(stats, *logits_below_max(stats)), scores)
         values, partials = _differentiate(self.row_loss, stats, scores, inputs.coefficients[rows])

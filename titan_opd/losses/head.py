@@ -47,19 +47,19 @@ class HeadInputs:
     rows_per_chunk: int
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """Chunks of rows and their logits [C, V + 1]: temperature applied, the last column left for scratch.
+        """Chunks of rows and their logits [C, V], temperature applied.
 
         The logits live in one buffer; they may be written over and are gone with the next chunk. Without rows there is
         one chunk of none, so that every call yields the same metrics.
         """
         num_rows, num_columns = len(self.hidden), len(self.shard.weight)
         # Rows that start at multiples of 64 elements keep the products on their fast paths.
-        stride = (num_columns + 64) // 64 * 64
-        buffer_CV = self.hidden.new_empty(min(self.rows_per_chunk, num_rows), stride)[:, : num_columns + 1]
+        stride = (num_columns + 63) // 64 * 64
+        buffer_CV = self.hidden.new_empty(min(self.rows_per_chunk, num_rows), stride)[:, :num_columns]
         for first in range(0, max(num_rows, 1), self.rows_per_chunk):
             rows = slice(first, min(first + self.rows_per_chunk, num_rows))
             logits_CV = buffer_CV[: rows.stop - rows.start]
-            self.shard.write_logits(self.hidden[rows], self.temperature, out_CV=logits_CV[:, :-1])
+            self.shard.write_logits(self.hidden[rows], self.temperature, out_CV=logits_CV)
             yield rows, logits_CV
 
 
@@ -67,7 +67,7 @@ class Route(Protocol):
     """How a chunk's values and logit gradient are computed."""
 
     def __call__(self, inputs: HeadInputs, rows: slice, logits_CV: Tensor, *, write_gradient: bool) -> RowValues:
-        """The rows' values; with `write_gradient` the logits [C, V + 1] are replaced by the loss's gradient."""
+        """The rows' values; with `write_gradient` the logits [C, V] are replaced by the loss's gradient."""
         ...
 
 
@@ -98,7 +98,7 @@ def run_head(inputs: HeadInputs, route: Route, *, for_hidden: bool, for_weight: 
         values = route(inputs, rows, logits_CV, write_gradient=for_hidden or for_weight)
         per_token_N[rows] = values.per_token.detach()
         metrics.add(values.metrics)
-        gradients.add(rows, logits_CV[:, :-1])
+        gradients.add(rows, logits_CV)
     return HeadOutput(per_token_N, metrics.finish(len(per_token_N)), gradients.finish_hidden(), gradients.weight)
 
 

@@ -36,7 +36,7 @@ class DrawnHybridRoute:
 
     def __call__(self, inputs: HeadInputs, rows: slice, logits_CV: Tensor, *, write_gradient: bool) -> RowValues:
         expert_C = inputs.scores.labels[rows].long()
-        own_C = draw_tokens(logits_CV[:, :-1], self._uniforms_N[rows], inputs.shard)
+        own_C = draw_tokens(logits_CV, self._uniforms_N[rows], inputs.shard)
         ids_C2 = torch.stack([expert_C, own_C], dim=-1)
         stats = self._teacher.shard.stats(self._teacher.chunk(rows), ids_C2)
         log_q_C2 = stats.candidates - stats.max[:, None] - stats.sum_exp[:, None].log()

@@ -1,11 +1,9 @@
 """The gradient of a row's loss with respect to its logits, written over the logits.
 
 With z the logits, L their log-sum-exp, t that of the tokens outside the row's candidates, and g the partials of the
-loss in (z at the candidates, L, t) as independent variables:
+loss in (z at the candidates, L, t) as independent variables: `titan_opd.ops.sparse_softmax_grad_`.
 
-    dz_j = g_L exp(z_j - L) + [j outside the candidates] g_t exp(z_j - t) + sum_k g_k [j = id_k]
-
-Shape suffixes: C rows of a chunk, B rows of a block, V columns of this rank's shard, K candidates a row.
+Shape suffixes: C rows of a chunk, V columns of this rank's shard, K candidates a row.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_opd.losses.vocab_parallel import VocabShard
-from titan_opd.ops import RowStats
+from titan_opd.ops import RowStats, sparse_softmax_grad_
 
 # Several elementwise passes over a block at a time: small enough to stay in a CPU's last cache and to bound the float32
 # copies of bfloat16 logits, large enough that starting the passes costs nothing.
@@ -40,37 +38,30 @@ def row_blocks(num_rows: int, row_bytes: int, device: torch.device) -> Iterator[
 
 
 def write_logit_gradient(
-    buffer_CV: Tensor, ids_CK: Tensor, stats: RowStats, partials: Partials, shard: VocabShard
+    logits_CV: Tensor, ids_CK: Tensor, stats: RowStats, partials: Partials, shard: VocabShard
 ) -> None:
     """Replace logits by the loss's gradient in them, each element formed in the statistics' dtype and rounded once.
 
     Args:
-        buffer_CV: [C, V + 1], the shard's logits and one column of scratch.
-        ids_CK: the candidates, padded with ids below 0; unique if the loss uses the tail.
+        logits_CV: [C, V], the shard's logits.
+        ids_CK: the candidates, padded with ids below 0.
         stats: of these logits and candidates, over the whole vocabulary.
         partials: of the loss.
         shard: where the columns belong.
     """
-    # exp(z - L) is exp(z - max) / sum_exp: subtracting a rounded L would cost a peaked row its normalisation. Outside
-    # the candidates both exponentials are one, exp(z - tail_max), which is at most 1 and exact however little mass the
-    # tail has. The candidates' own elements are written over it, not corrected for it: a correction would subtract
-    # numbers of the size of exp(z - t), which are huge when the tail is tiny.
-    shift_C, scale_C = stats.max, partials.lse / stats.sum_exp
-    if partials.tail is not None:
-        own_CK = scale_C[:, None] * (stats.candidates - stats.max[:, None]).exp()
-        has_tail_C = stats.tail_sum_exp > 0
-        shift_C = torch.where(has_tail_C, stats.tail_max, stats.max)
-        tail_scale_C = partials.tail / stats.tail_sum_exp + scale_C * (stats.tail_max - stats.max).exp()
-        scale_C = torch.where(has_tail_C, tail_scale_C, scale_C)
-    columns_CK = shard.columns(ids_CK)
-    row_bytes = buffer_CV.shape[1] * shift_C.element_size()
-    for rows in row_blocks(len(buffer_CV), row_bytes, buffer_CV.device):
-        narrow_BV = buffer_CV[rows]
-        block_BV = narrow_BV.to(shift_C.dtype)  # the buffer itself, unless it is narrower
-        block_BV.sub_(shift_C[rows, None]).exp_().mul_(scale_C[rows, None])
-        if partials.tail is not None:
-            block_BV.scatter_(1, columns_CK[rows], own_CK[rows])
-        block_BV.scatter_add_(1, columns_CK[rows], partials.candidates[rows])
-        block_BV[:, shard.num_columns :] = 0
-        if block_BV is not narrow_BV:
-            narrow_BV.copy_(block_BV)
+    # exp(z - L) is exp(z - max) / sum_exp: subtracting a rounded L would cost a peaked row its normalisation.
+    if partials.tail is None:
+        tail_C = torch.zeros_like(stats.max)
+    else:
+        tail_C = torch.where(stats.tail_sum_exp > 0, partials.tail / stats.tail_sum_exp, 0)
+    sparse_softmax_grad_(
+        logits_CV,
+        ids_CK,
+        partials.candidates,
+        stats.max,
+        stats.tail_max,
+        partials.lse / stats.sum_exp,
+        tail_C,
+        vocab_start=shard.start,
+        vocab_size=shard.vocab_size,
+    )

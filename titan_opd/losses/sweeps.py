@@ -108,6 +108,6 @@ def _sweep(inputs: HeadInputs, loss: PolicyGradient, read: Callable[[StudentRows
     values = []
     for rows, logits_CV in inputs.logits():
         scores = inputs.scores[rows]
-        stats = inputs.shard.stats(logits_CV[:, :-1], loss.candidates(scores))
+        stats = inputs.shard.stats(logits_CV, loss.candidates(scores))
         values.append(read(student_rows(stats, *logits_below_max(stats)), scores))
     return torch.cat(values)

@@ -101,11 +101,6 @@ class VocabShard:
             self.sum_over_shards(local.candidates),
         )
 
-    def columns(self, ids_CK: Tensor) -> Tensor:
-        """[C, K] the shard's columns of global ids; V, one past the last, for an id that is not here."""
-        local_CK = ids_CK.long() - self.start
-        return torch.where((ids_CK >= 0) & (local_CK >= 0) & (local_CK < self.num_columns), local_CK, len(self.weight))
-
     def sums_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the values of the ranks before this one, and of all ranks."""
         if self.group is None:

@@ -29,6 +29,8 @@ from titan_opd.channel.transport import Received, Transport
 logger = logging.getLogger(__name__)
 # Between this and MAX_HEADER_BYTES a message is refused politely; above, the transport cuts its sender off.
 CUT_OFF_BYTES = 2 * MAX_HEADER_BYTES
+BACKLOG_BYTES = 1 << 20  # of messages for one worker that its full queue has no room for
+_RETRY_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ class _Peer:
     hello: Hello
     route: bytes
     last_heard: float
+    leaving: str = ""  # why; it is out once its last messages are read
+    backlog: deque[bytes] = field(default_factory=deque)
+    backlog_bytes: int = 0
 
 
 class ConductorPort:
@@ -146,29 +151,29 @@ class ConductorPort:
             self._sweep()
             if self._events:
                 return self._events.popleft()
-            now = time.monotonic()
-            received = self._listener.receive(max(0.0, min(end, self._next_sweep) - now))
+            wait = max(0.0, min(end, self._next_sweep) - time.monotonic())
+            received = self._listener.receive(min(wait, _RETRY_SECONDS) if self._send_backlogs() else wait)
             if received is not None:
                 self._take(received)
-            elif time.monotonic() >= end and not self._events:
+            else:
+                self._drop_leaving()
+            if time.monotonic() >= end and not self._events:  # also amid a flood of what is refused
                 return None
 
     def send(self, name: str, message: Message) -> None:
-        """Queue a message for a worker. One that is gone or does not read leaves: a `Left` event follows."""
+        """Queue a message for a worker. One that is gone or reads nothing leaves: a `Left` event follows."""
         peer = self._peers.get(name)
-        if peer is None:  # its Left is on the way, or the caller has seen it
+        if peer is None or peer.leaving:  # its Left is on the way, or the caller has seen it
             self.counters["undeliverable"] += 1
             return
         frame = encode(message)
         self.counters["messages_sent"] += 1
         self.counters["bytes_sent"] += len(frame)
-        try:
-            taken = self._listener.send(peer.route, [frame])
-        except ChannelError as error:
-            self._drop(name, str(error))
-            return
-        if not taken:
-            self._drop(name, "it does not read: its queue is full")
+        peer.backlog.append(frame)
+        peer.backlog_bytes += len(frame)
+        self._send_backlog(peer)
+        if peer.backlog_bytes > BACKLOG_BYTES and not peer.leaving:
+            peer.leaving = f"it does not read: its queue is full and {peer.backlog_bytes} more bytes wait"
 
     def close(self) -> None:
         """Stop listening. Say Stop first."""
@@ -253,6 +258,8 @@ class ConductorPort:
 
     def _is_there(self, name: str) -> bool:
         self.send(name, Heartbeat(0.0))  # a broken connection shows now, not at the next sweep
+        if self._peers[name].leaving:
+            self._drop(name, self._peers[name].leaving)
         return name in self._peers
 
     # ---- What goes out -----------------------------------------------------------------------------------------------
@@ -267,6 +274,20 @@ class ConductorPort:
         except ChannelError:
             self.counters["undeliverable"] += 1
 
+    def _send_backlog(self, peer: _Peer) -> None:
+        try:
+            while peer.backlog and self._listener.send(peer.route, [peer.backlog[0]]):
+                peer.backlog_bytes -= len(peer.backlog.popleft())
+        except ChannelError as error:
+            peer.leaving = peer.leaving or str(error)
+
+    def _send_backlogs(self) -> bool:
+        """Send what waited for room; whether some still waits."""
+        waiting = [peer for peer in self._peers.values() if peer.backlog and not peer.leaving]
+        for peer in waiting:
+            self._send_backlog(peer)
+        return any(peer.backlog for peer in waiting)
+
     def _sweep(self) -> None:
         """Beat, and find who has gone or fallen silent."""
         now = time.monotonic()
@@ -275,9 +296,14 @@ class ConductorPort:
         self._next_sweep = now + self._limits.heartbeat_seconds
         for name, peer in list(self._peers.items()):
             if now - peer.last_heard > self._limits.silence_seconds:
-                self._drop(name, f"silent for {now - peer.last_heard:.1f} s")
+                self._drop(name, peer.leaving or f"silent for {now - peer.last_heard:.1f} s")
             else:
                 self.send(name, Heartbeat(0.0))
+
+    def _drop_leaving(self) -> None:
+        for name, peer in list(self._peers.items()):
+            if peer.leaving:
+                self._drop(name, peer.leaving)
 
     def _drop(self, name: str, reason: str) -> None:
         peer = self._peers.pop(name)

@@ -32,7 +32,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_ITEMS)]
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"\A[A-Za-z0-9._-]+\Z")]
 Digest = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]*\Z")]
-LeaseId = Annotated[str, Meta(min_length=1, max_length=40)]
+LeaseId = Annotated[str, Meta(min_length=1, max_length=32)]
 LeaseIds = Annotated[list[LeaseId], Meta(max_length=MAX_ITEMS)]
 Stores = Annotated[list[Address], Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2000)]
@@ -301,6 +301,35 @@ class BatchTrained(Message):
     version: Count
 
 
+class NewVersion(Message):
+    """From the trainer, and on to every rollout worker: policy version `version` exists.
+
+    Attributes:
+        store: where its weights are fetched, in parts under the keys of `weights/stream.py`.
+        num_parts: of them.
+    """
+
+    version: Count
+    store: Address
+    num_parts: PositiveCount
+
+
+class CutRequest(Message):
+    """The trainer asks for the schedule's part of a checkpoint, as it was at the end of the last trained step."""
+
+
+class Cut(Message):
+    """The schedule's snapshot lies in the conductor's store, as JSON text, until the next cut.
+
+    Attributes:
+        store: the conductor's.
+        key: of the payload.
+    """
+
+    store: Address
+    key: LeaseId
+
+
 class BatchReturned(Message):
     """The batch of the step at `version` could not be fetched whole; PayloadLost has told what is missing."""
 
@@ -341,6 +370,9 @@ AnyMessage = (
     | Waiting
     | BatchAssignment
     | BatchTrained
+    | NewVersion
+    | CutRequest
+    | Cut
     | BatchReturned
     | ReportRequest
     | Report
@@ -350,13 +382,13 @@ _ANYBODY = (Heartbeat, Goodbye, ReportRequest)
 FROM_ROLE: dict[str, tuple[type[Message], ...]] = {
     "rollout": (*_ANYBODY, EngineVersion, EngineFailed, WantSamples, RolloutDone, LeasesReturned),
     "teacher": (*_ANYBODY, WantScoring, ScoringDone, LeasesReturned, PayloadLost),
-    "trainer": (*_ANYBODY, NextBatch, BatchTrained, BatchReturned, PayloadLost),
+    "trainer": (*_ANYBODY, NextBatch, BatchTrained, NewVersion, CutRequest, BatchReturned, PayloadLost),
 }
 _ANYONE_HEARS = (Welcome, Refused, Heartbeat, Stop, Report)
 TO_ROLE: dict[str, tuple[type[Message], ...]] = {
-    "rollout": (*_ANYONE_HEARS, SampleLeases, LeasesCancelled, Release),
+    "rollout": (*_ANYONE_HEARS, SampleLeases, LeasesCancelled, Release, NewVersion),
     "teacher": (*_ANYONE_HEARS, ScoringLeases, LeasesCancelled, Release),
-    "trainer": (*_ANYONE_HEARS, BatchAssignment, Waiting),
+    "trainer": (*_ANYONE_HEARS, BatchAssignment, Waiting, Release, Cut),
 }
 
 _encoder = msgspec.msgpack.Encoder()

@@ -142,6 +142,11 @@ class PayloadStore:
             self._num_bytes += size
         return size
 
+    def has_room_for(self, record: Any) -> bool:
+        """Whether `put` would find room now. True for a record that is too large for the whole store: `put` says so."""
+        size = num_bytes(encode_record(record, self._limits))
+        return size > self._capacity or self._num_bytes + size <= self._capacity
+
     def release(self, keys: Iterable[str]) -> None:
         """Forget payloads; keys that are not here are passed over, for a cancelled lease may have led to none."""
         with self._changed:

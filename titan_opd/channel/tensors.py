@@ -199,8 +199,8 @@ def _check_tensor(path: str, tensor: Any, limits: RecordLimits) -> None:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.numel() == 1:  # its stride may be anything, and `view` wants 1
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() <= 1:  # its stride may be anything, and `view` wants 1
+        flat = flat.as_strided((flat.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())
 
 

@@ -158,6 +158,9 @@ class WorkerPort:
                 self._step()
         except ChannelError as error:
             self._failure = error
+        except Exception as error:
+            self._failure = ChannelError(f"the channel's own thread failed: {error!r}", sender="this process")
+            raise
         finally:
             self._dialer.close()
 

@@ -79,7 +79,7 @@ class HeadOutput:
         per_token: [N], each row's value.
         metrics: detached scalars.
         grad_hidden: [N, H], of the sum of coefficients times values; None when not wanted.
-        grad_weight: [V, H] of this rank's shard; None when not wanted.
+        grad_weight: [V, H] of this rank's shard, in at least float32; None when not wanted.
     """
 
     per_token: Tensor
@@ -110,7 +110,6 @@ class _GradientSums:
         self._for_weight = for_weight
         self.hidden = torch.empty_like(inputs.hidden) if for_hidden else None
         self.weight: Tensor | None = None
-        self._product_VH: Tensor | None = None
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
         hidden_CH, scale = self._inputs.hidden[rows], 1 / self._inputs.temperature
@@ -121,22 +120,22 @@ class _GradientSums:
             self._add_weight(grad_CV, hidden_CH, scale)
 
     def _add_weight(self, grad_CV: Tensor, hidden_CH: Tensor, scale: float) -> None:
-        if self.weight is None:  # where one chunk is all, its product is the sum
-            self.weight = torch.empty_like(self._inputs.shard.weight)
-            torch.addmm(self.weight, grad_CV.T, hidden_CH, beta=0, alpha=scale, out=self.weight)
-            return
-        sum_dtype = self._inputs.coefficients.dtype
+        weight_VH, sum_dtype = self._inputs.shard.weight, self._inputs.coefficients.dtype
+        is_first = self.weight is None
+        if self.weight is None:
+            self.weight = torch.empty_like(weight_VH, dtype=sum_dtype)
         if hidden_CH.dtype == sum_dtype:
-            self.weight.addmm_(grad_CV.T, hidden_CH, alpha=scale)
+            torch.addmm(self.weight, grad_CV.T, hidden_CH, beta=0 if is_first else 1, alpha=scale, out=self.weight)
             return
-        # A bfloat16 product of one chunk is rounded once, and then summed over chunks in float32.
-        if self._product_VH is None:
-            self._product_VH = torch.empty_like(self.weight)
-            self.weight = self.weight.to(sum_dtype)
-        torch.addmm(self._product_VH, grad_CV.T, hidden_CH, beta=0, alpha=scale, out=self._product_VH)
-        row_bytes = self.weight.shape[1] * self.weight.element_size()
-        for rows in row_blocks(len(self.weight), row_bytes, self.weight.device):  # mixed dtypes copy a block
-            self.weight[rows] += self._product_VH[rows]
+        # A bfloat16 product is rounded once a chunk, and then summed over chunks in float32. A few rows of the
+        # vocabulary at a time: what they need beside the sum stays small, and in a CPU's cache.
+        for rows in row_blocks(len(self.weight), weight_VH.shape[1] * sum_dtype.itemsize, weight_VH.device):
+            product_BH = grad_CV.new_empty(rows.stop - rows.start, weight_VH.shape[1])
+            torch.addmm(product_BH, grad_CV[:, rows].T, hidden_CH, beta=0, alpha=scale, out=product_BH)
+            if is_first:
+                self.weight[rows] = product_BH
+            else:
+                self.weight[rows] += product_BH.to(sum_dtype)  # adding mixed dtypes takes four times as long
 
     def finish_hidden(self) -> Tensor | None:
         """[N, H] the whole gradient: each rank's columns contributed a part."""

@@ -5,6 +5,8 @@ Shape suffixes: N rows (response tokens).
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,7 +61,7 @@ def build_inputs(
         coefficients=weights / (max(len(active), 1) if num_tokens is None else num_tokens),
         shard=shard,
         temperature=objective.temperature,
-        rows_per_chunk=_rows_per_chunk(logits_chunk_mb, shard, teacher),
+        rows_per_chunk=_rows_per_chunk(len(active), logits_chunk_mb, shard, teacher),
     )
     return inputs, teacher
 
@@ -86,7 +88,12 @@ def _staleness(
     return current_version - policy_versions[active].long()
 
 
-def _rows_per_chunk(logits_chunk_mb: float, shard: VocabShard, teacher: TeacherLogits | None) -> int:
-    """As many rows as have their logits, the student's and the teacher's, in the given memory."""
+def _rows_per_chunk(num_rows: int, logits_chunk_mb: float, shard: VocabShard, teacher: TeacherLogits | None) -> int:
+    """Rows whose logits, the student's and the teacher's, fit the given memory, in chunks of about equal sizes.
+
+    A last chunk of a few rows would cost as much memory traffic for the weight gradient as a full one.
+    """
     row_bytes = shard.max_row_bytes + (0 if teacher is None else teacher.shard.max_row_bytes)
-    return max(1, int(logits_chunk_mb * 2**20 / row_bytes))
+    rows_that_fit = max(1, int(logits_chunk_mb * 2**20 / row_bytes))
+    num_chunks = max(1, math.ceil(num_rows / rows_that_fit))
+    return max(1, math.ceil(num_rows / num_chunks))

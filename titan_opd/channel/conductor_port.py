@@ -266,9 +266,9 @@ class ConductorPort:
 
     def _refuse(self, route: bytes, kind: str, reason: str) -> None:
         self.counters[f"refused.{kind}"] += 1
-        total = sum(count for key, count in self.counters.items() if key.startswith("refused."))
-        if total <= 100 or total & (total - 1) == 0:  # a flood is told by powers of two
-            logger.warning("refused (%d so far): %s", total, reason)
+        count = self.counters[f"refused.{kind}"]
+        if count <= 100 or count & (count - 1) == 0:  # a flood is told by powers of two
+            logger.warning("refused, %s (%d so far): %s", kind, count, reason)
         try:
             self._listener.send(route, [encode(Refused(reason[:2000]))])
         except ChannelError:

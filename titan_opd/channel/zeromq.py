@@ -118,9 +118,9 @@ class _ZmqListener:
         if not self._socket.poll(max(0, round(timeout * 1000))):
             return None
         route, *frames = self._socket.recv_multipart(copy=False)
-        origin = frames[0].get("Peer-Address") if frames else ""
-        if self._keys is not None and frames:
-            origin += f" with the key of {self._keys.member(frames[0].get('User-Id'))!r}"
+        origin = _property(frames[0], "Peer-Address") or "an unknown address"
+        if self._keys is not None:
+            origin += f" with the key of {self._keys.member(_property(frames[0], 'User-Id'))!r}"
         return Received(route.bytes, [frame.buffer for frame in frames], origin)
 
     def send(self, route: bytes, frames: Sequence[Frame]) -> bool:
@@ -230,6 +230,14 @@ class _ZmqDialer:
     def _check_lost(self) -> None:
         if self._lost:
             raise ChannelError(f"the connection is lost: {self._lost}", sender=self._endpoint)
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    """What ZeroMQ knows of a frame's sender; nothing of one that speaks the oldest of its protocols."""
+    try:
+        return frame.get(name)
+    except zmq.ZMQError:
+        return ""
 
 
 def _new_context(resources: ExitStack) -> zmq.Context:

@@ -69,8 +69,8 @@ def test_each_message_has_a_direction():
 
 
 def test_a_trajectory_takes_at_most_a_kilobyte_of_headers():
-    """Everything at its longest: each message for one sample only, but for a batch of 64 from 16 stores, and the release of
-    both payloads."""
+    """Everything at its longest, each message for one sample only but for a batch of 64 from 16 stores; and the release
+    of both payloads."""
     batch = [[m.BatchItem(LONG, LONG, LEASE, LONG, LEASE, LONG)] * 64]
     messages = (
         m.SampleLeases([m.SampleLease(LEASE, LONG, LONG, LONG, LONG, LONG)]),

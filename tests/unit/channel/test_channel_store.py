@@ -109,9 +109,7 @@ def test_a_full_store_waits_for_a_release(make_store):
 def test_a_store_that_stays_full_says_who_does_not_consume(make_store, fetcher):
     store = make_store(capacity_bytes=1000)
     store.put("a:1", block(700), timeout=0)
-    with pytest.raises(
-        ChannelError, match=r"rollout-0: no room .* 'a:1', .* never fetched: the teacher workers do not"
-    ):
+    with pytest.raises(ChannelError, match=r"rollout-0: no room .* 'a:1', .* never fetched: the teacher workers"):
         store.put("a:2", block(700), timeout=0.1)
     fetcher.fetch(store.address, "a:1", TeacherScores, timeout=PATIENCE)
     with pytest.raises(ChannelError, match="fetched by teacher-0 and not released"):
@@ -144,7 +142,7 @@ def test_a_payload_above_the_fetchers_limit_is_refused(make_store, ends):
     store.put("a:2", block(1000), timeout=0)
     limited = PayloadFetcher(ends.of_workers, name="rank-0", limits=RecordLimits(frame_bytes=1 << 20))
     ends.callback(limited.close)
-    with pytest.raises(ChannelError, match="payload 'a:1' cannot be fetched: .* lost"):
+    with pytest.raises(ChannelError, match=r"payload 'a:1' cannot be fetched: .* lost"):
         limited.fetch(store.address, "a:1", TeacherScores, timeout=PATIENCE)
     assert limited.fetch(store.address, "a:2", TeacherScores, timeout=PATIENCE).hidden.shape == (1000,)
 
@@ -156,7 +154,7 @@ def test_a_store_that_closed_is_an_error_in_time(make_store, fetcher):
     store.close()
     with pytest.raises(ChannelError, match="the connection is lost"):
         fetcher.fetch(store.address, "a:1", TeacherScores, timeout=PATIENCE)
-    with pytest.raises(ChannelError, match="within 0.2 s"):
+    with pytest.raises(ChannelError, match=r"within 0.2 s"):
         fetcher.fetch(store.address, "a:1", TeacherScores, timeout=PATIENCE, connect_timeout=0.2)
 
 

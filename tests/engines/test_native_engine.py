@@ -15,7 +15,7 @@ from tests.helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.data.records import Prompt, Sample
 from titan_opd.models import load_decoder
-from titan_opd.rollout import Recording, native
+from titan_opd.rollout import Recording, stream
 
 
 def texts(answers) -> list[list[int]]:
@@ -111,7 +111,7 @@ def test_an_answer_does_not_depend_on_its_company(
     alone = [make_engine(decoder, seed=seed).generate([sample], sampling)[0] for sample in samples]
     order.shuffle(samples)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "PREFILL_TOKENS", prefill_tokens)
+        patch.setattr(stream, "PREFILL_TOKENS", prefill_tokens)
         together = make_engine(decoder, max_concurrent=max_concurrent, seed=seed).generate(samples, sampling)
     assert [answer.sample.number for answer in together] == [sample.number for sample in samples]
     for answer in together:
@@ -128,7 +128,7 @@ def test_prompts_join_in_groups_within_the_token_budget(monkeypatch):
     seen = []
     forward = decoder.forward
     monkeypatch.setattr(decoder, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
-    monkeypatch.setattr(native, "PREFILL_TOKENS", 10)
+    monkeypatch.setattr(stream, "PREFILL_TOKENS", 10)
     prompts = [Prompt(str(length), torch.ones(length, dtype=torch.int64)) for length in (4, 6, 1, 12, 3)]
     samples = [Sample(number, 0, 0, prompt) for number, prompt in enumerate(prompts)]
     make_engine(decoder, max_concurrent=5, stop_ids=()).generate(samples, SamplingConfig(max_new_tokens=4))

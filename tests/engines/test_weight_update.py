@@ -101,13 +101,39 @@ FAULTS = {
 def test_a_failed_update_silences_the_engine_until_a_complete_one(fault):
     engine = make_engine(make_decoder(seed=0))
     with pytest.raises(ValueError, match=FAULTS[fault]):
-        engine.load_weights(fault(weights(1)), version=1)
+        engine.load_weights(iter(fault(weights(1))), version=1)
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"incomplete weight update \(to version 1: .*{FAULTS[fault]}"):
             engine.generate(make_samples(3), SAMPLING)
     assert engine.policy_version == 0
     engine.load_weights(weights(1).items(), version=1)
     assert answer(engine) == fresh_answer(1)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_what_can_be_seen_as_a_whole_is_checked_before_the_first_copy(fault):
+    engine = make_engine(make_decoder(seed=0))
+    given = list(fault(weights(1)))
+    sources = [given, tuple(given), dict(given).items(), dict(given)]
+    for source in sources[: 2 if fault is twice else 4]:  # a dict holds no name twice
+        with pytest.raises(ValueError, match=FAULTS[fault]):
+            engine.load_weights(source, version=1)
+        assert (engine.policy_version, answer(engine)) == (0, fresh_answer(0))
+
+
+def test_a_mapping_is_an_update():
+    engine = make_engine(make_decoder(seed=0))
+    engine.load_weights(weights(1), version=1)
+    assert (engine.policy_version, answer(engine)) == (1, fresh_answer(1))
+
+
+def test_a_failure_before_the_first_copy_does_not_heal_one_after_it():
+    engine = make_engine(make_decoder(seed=0))
+    for source in (iter(missing_two(weights(1))), [], iter([])):
+        with pytest.raises(ValueError, match="lack"):
+            engine.load_weights(source, version=1)
+    with pytest.raises(ValueError, match=r"incomplete weight update \(to version 1: .*lack 2 of 21"):
+        engine.generate(make_samples(1), SAMPLING)
 
 
 def test_a_source_that_breaks_off_silences_the_engine():
@@ -122,11 +148,12 @@ def test_a_source_that_breaks_off_silences_the_engine():
         engine.generate(make_samples(1), SAMPLING)
 
 
+@pytest.mark.parametrize("as_iterator", [False, True], ids=["list", "iterator"])
 @pytest.mark.parametrize("given", [[], [("lm_head.bias", torch.zeros(1))]], ids=["nothing", "unknown name first"])
-def test_an_update_that_fails_before_the_first_copy_leaves_the_old_version_in_service(given):
+def test_an_update_that_fails_before_the_first_copy_leaves_the_old_version_in_service(given, as_iterator):
     engine = make_engine(make_decoder(seed=0))
     with pytest.raises(ValueError, match=r"lack 21 of 21|no parameter for"):
-        engine.load_weights(given, version=1)
+        engine.load_weights(iter(given) if as_iterator else given, version=1)
     assert answer(engine) == fresh_answer(0)
 
 

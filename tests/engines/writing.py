@@ -33,10 +33,11 @@ def make_engine(
     vocab_size: int = VOCAB_SIZE,
     stop_ids: Sequence[int] = STOP_IDS,
     seed: int = 0,
+    **options: bool,
 ) -> NativeEngine:
     config = RolloutConfig(max_concurrent=max_concurrent)
     return NativeEngine(
-        decoder, config=config, stop_ids=stop_ids, vocab_size=vocab_size, max_prompt_tokens=16, seed=seed
+        decoder, config=config, stop_ids=stop_ids, vocab_size=vocab_size, max_prompt_tokens=16, seed=seed, **options
     )
 
 

@@ -76,6 +76,9 @@ class Trajectory:
             log-probabilities; column 0 is the token of the response itself, an expert's too.
         topk_ids, topk_logprobs: [N, K] the student's most likely tokens and their log-probabilities, normalised over
             the whole vocabulary at the sampling temperature.
+        kv_versions: [N] int32, the oldest version that computed any key or value which each token's logits were
+            computed from; None where that is `policy_versions` for all of them. Where it is lower, the token's
+            behaviour log-probabilities are of a mixture of versions, which no single one can compute again.
     """
 
     sample: Sample
@@ -89,6 +92,7 @@ class Trajectory:
     sampled_logprobs: Tensor | None = None
     topk_ids: Tensor | None = None
     topk_logprobs: Tensor | None = None
+    kv_versions: Tensor | None = None
 
     @property
     def prompt(self) -> Prompt:
@@ -97,10 +101,17 @@ class Trajectory:
 
 @dataclass(frozen=True, eq=False)
 class ScoredTrajectory:
-    """A trajectory with its scores: row i of every tensor in `scores` belongs to response token i."""
+    """A trajectory with its scores: row i of every tensor in `scores` belongs to response token i.
+
+    Attributes:
+        trajectory: what was written.
+        scores: what the teacher says of it.
+        oldest_version: tokens that an older policy version wrote are not trained.
+    """
 
     trajectory: Trajectory
     scores: TeacherScores
+    oldest_version: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.data.records import Sample, Trajectory
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 from titan_opd.rollout.native import NativeEngine
+from titan_opd.rollout.update import NamedTensors
 
 
 class AnswersEngine:
@@ -55,7 +55,7 @@ class AnswersEngine:
         versions = torch.full(response_ids.shape, self.policy_version, dtype=torch.int32)
         return Trajectory(sample, response_ids, versions, finish_reason="expert")
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Hand the weights to the reader; without one note the version and leave `named_tensors` unread.
 
         Raises:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.data.records import Sample, Trajectory
+from titan_opd.rollout.update import NamedTensors
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,63 @@ class RolloutEngine(Protocol):
     ) -> list[Trajectory]:
         """One answer for each sample, in the order of `samples`."""
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Take all weights of policy version `version`, in place, or raise an error that says which were wrong.
 
         Args:
             named_tensors: Hugging Face names and tensors, each parameter exactly once.
             version: the version that these weights are; not below `policy_version`.
+        """
+
+
+class StreamingEngine(RolloutEngine, Protocol):
+    """Also writes step by step, so that the caller can add samples, drop samples and change the weights in between.
+
+        engine.submit(samples, sampling, recording)
+        while engine.num_running or engine.num_waiting:
+            for trajectory in engine.step(): ...            # as answers end
+            if ...: engine.load_weights(weights, version)   # between two steps: the next token has the new version
+
+    Every token's `Trajectory.policy_versions` is the version whose weights computed its logits.
+    """
+
+    @property
+    def is_serving(self) -> bool:
+        """False after an update that broke off half-way, until a complete one: it writes nothing then."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that a step writes a token to."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted samples that have no row yet."""
+
+    @property
+    def free_capacity(self) -> int:
+        """Samples that can be submitted before one has to wait because all rows are taken."""
+
+    def submit(
+        self, samples: Sequence[Sample], sampling: SamplingConfig, recording: Recording = RECORD_NOTHING
+    ) -> None:
+        """Let samples join the running sequences as rows become free.
+
+        Args:
+            samples: their numbers differ from those that run or wait.
+            sampling, recording: those of everything that runs or waits; others when nothing does.
+        """
+
+    def step(self) -> list[Trajectory]:
+        """Write one token to every running sequence; the answers that ended with it, in no particular order."""
+
+    def cancel(self, numbers: Collection[int]) -> list[Sample]:
+        """Drop samples without a trajectory, and free their rows.
+
+        Args:
+            numbers: sample numbers; those of samples that neither run nor wait, perhaps ended already, are passed over.
+
+        Returns:
+            The samples that were dropped, to be submitted anew or given back.
         """
 
 

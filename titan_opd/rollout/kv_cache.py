@@ -1,7 +1,7 @@
 """The KV cache of the running sequences, and the decoder's attention over it.
 
-Row b of the cache belongs to running sequence b. The running sequences are the first rows, without gaps, so that what a
-step attends to is a view of the cache and never a copy.
+Row b of the cache belongs to running sequence b. The sequences that decode are the first rows, so that what a step
+attends to is a view of the cache and never a copy.
 
 Shape suffixes: T packed tokens of a step, N query heads, M key-value heads, G = N / M, D dimensions of a head,
 R decoding sequences, J joining sequences, S positions of the longest decoding sequence.
@@ -31,6 +31,7 @@ class KVCache:
     def __init__(
         self, config: DecoderConfig, num_rows: int, num_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.num_positions = num_positions
         shape = (config.num_layers, num_rows, config.num_kv_heads, num_positions, config.head_dim)
         # Zeros, because a masked position still takes part with weight 0, and 0 * NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
@@ -43,43 +44,55 @@ class KVCache:
 
 
 class StepAttention:
-    """The `Attention` of one step: sequences that run decode one token each, sequences that join bring their prompts.
+    """The `Attention` of one step: sequences that run decode one token each, others bring all their tokens so far.
 
-    A step's tokens are packed: first one token for each of the rows 0 .. R - 1, then the prompts of the rows R ..
-    R + J - 1, one after the other. All keys and values are written into the cache.
+    A step's tokens are packed: first one token for each of the rows 0 .. R - 1, then the whole texts of J consecutive
+    rows, one after the other. All keys and values are written into the cache.
 
     Args:
         cache: where the rows' earlier keys and values are.
         decode_positions_R: [R] int64, position of each decoding sequence's token, equal to the number of its earlier
             tokens.
-        prompt_lengths: J numbers of tokens.
+        text_lengths: J numbers of tokens.
+        first_text_row: the first of the J rows; None is R.
+        read_all: let the decoding sequences read every position of the cache, the unwritten ones with weight 0, so
+            that the shapes of the products do not depend on the lengths; otherwise the longest one bounds them.
     """
 
-    def __init__(self, cache: KVCache, decode_positions_R: Tensor, prompt_lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        decode_positions_R: Tensor,
+        text_lengths: Sequence[int],
+        *,
+        first_text_row: int | None = None,
+        read_all: bool = False,
+    ) -> None:
         self._cache = cache
         self._num_decoding = len(decode_positions_R)
         device = decode_positions_R.device
         rows_R = torch.arange(self._num_decoding, device=device)
         if self._num_decoding:
-            # The longest sequence bounds what is read; shorter ones mask the rest with -inf, added to their scores.
-            num_positions = int(decode_positions_R.max()) + 1
+            # What a sequence has not written is masked with -inf, added to its scores.
+            num_positions = cache.num_positions if read_all else int(decode_positions_R.max()) + 1
             unseen_RS = torch.arange(num_positions, device=device) > decode_positions_R[:, None]
             self._mask_R11S = torch.zeros(unseen_RS.shape, dtype=cache.keys.dtype, device=device)
             self._mask_R11S = self._mask_R11S.masked_fill_(unseen_RS, -torch.inf)[:, None, None]
-        if not prompt_lengths:
+        if not text_lengths:
             self._rows_T, self.positions_T = rows_R, decode_positions_R
             return
-        lengths_J = torch.tensor(prompt_lengths, device=device)
+        lengths_J = torch.tensor(text_lengths, device=device)
         starts_J = lengths_J.cumsum(0) - lengths_J
-        num_tokens = sum(prompt_lengths)
-        prompt_rows = torch.arange(len(prompt_lengths), device=device) + self._num_decoding
-        prompt_positions = torch.arange(num_tokens, device=device) - starts_J.repeat_interleave(
+        num_tokens = sum(text_lengths)
+        first_text_row = self._num_decoding if first_text_row is None else first_text_row
+        text_rows = torch.arange(first_text_row, first_text_row + len(text_lengths), device=device)
+        text_positions = torch.arange(num_tokens, device=device) - starts_J.repeat_interleave(
             lengths_J, output_size=num_tokens
         )
-        self._rows_T = torch.cat([rows_R, prompt_rows.repeat_interleave(lengths_J, output_size=num_tokens)])
-        self.positions_T = torch.cat([decode_positions_R, prompt_positions])
+        self._rows_T = torch.cat([rows_R, text_rows.repeat_interleave(lengths_J, output_size=num_tokens)])
+        self.positions_T = torch.cat([decode_positions_R, text_positions])
         cu_seqlens = F.pad(lengths_J.cumsum(0), (1, 0)).int()
-        self._prompts = PackedAttention(cu_seqlens, max(prompt_lengths))
+        self._texts = PackedAttention(cu_seqlens, max(text_lengths))
 
     def __call__(self, layer: int, query_TND: Tensor, key_TMD: Tensor, value_TMD: Tensor) -> Tensor:
         self._cache.keys[layer][self._rows_T, :, self.positions_T] = key_TMD
@@ -87,8 +100,8 @@ class StepAttention:
         num_decoding = self._num_decoding
         if num_decoding == len(query_TND):
             return self._decode(layer, query_TND)
-        prompts = (x[num_decoding:] for x in (query_TND, key_TMD, value_TMD))
-        output = self._prompts(layer, *prompts)
+        texts = (x[num_decoding:] for x in (query_TND, key_TMD, value_TMD))
+        output = self._texts(layer, *texts)
         if not num_decoding:
             return output
         return torch.cat([self._decode(layer, query_TND[:num_decoding]), output])

@@ -6,28 +6,24 @@ prompts. A finished sequence leaves at once, and a waiting one takes its place.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from titan_opd.config.schema import RolloutConfig, SamplingConfig
 from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import Decoder
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
-from titan_opd.rollout.kv_cache import KVCache, StepAttention
 from titan_opd.rollout.reading import read_answers
-from titan_opd.rollout.running import RunningBatch
 from titan_opd.rollout.sampler import Sampler
-
-PREFILL_TOKENS = 8192  # most prompt tokens that join in one step (a longer prompt joins alone): bounds activations
+from titan_opd.rollout.stream import PinnedStream, Stream
+from titan_opd.rollout.update import InPlaceUpdate, NamedTensors
 
 
 class NativeEngine:
-    """Writes answers with a decoder that lives in this process.
+    """Writes answers with a decoder that lives in this process; a `StreamingEngine`.
 
     Args:
         decoder: the engine's own, which `load_weights` overwrites; not the one that is trained.
@@ -36,6 +32,14 @@ class NativeEngine:
         vocab_size: number of the tokenizer's tokens; rows of the vocabulary at or above it are never sampled.
         max_prompt_tokens: longest prompt, in tokens.
         seed: of the sampler's noise.
+        recompute_kv: after `load_weights`, compute the keys and values of all running sequences anew before their next
+            token, in passes of at most `PREFILL_TOKENS` tokens: the rest of an answer is then exactly the new policy's
+            continuation. Otherwise the old ones stay in use, and `Trajectory.kv_versions` tells which tokens that
+            concerns.
+        fixed_shapes: give every computation that an answer goes through a shape and a place that do not depend on the
+            other samples, so that the answer does not either, to the bit. Sample n then runs in row n mod
+            `max_concurrent` and waits for it; each step costs as much as one with all rows taken and all at their
+            greatest length; prompts are read one at a time.
 
     Raises:
         ValueError: the tokenizer has more tokens than the decoder, or a stop token that can never be sampled.
@@ -50,6 +54,8 @@ class NativeEngine:
         vocab_size: int,
         max_prompt_tokens: int,
         seed: int,
+        recompute_kv: bool = True,
+        fixed_shapes: bool = False,
     ) -> None:
         if vocab_size > decoder.config.vocab_size:
             raise ValueError(
@@ -59,12 +65,16 @@ class NativeEngine:
             )
         self.policy_version = 0
         self._decoder = decoder
+        self._update = InPlaceUpdate(decoder)
         self._max_concurrent = config.max_concurrent
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
         self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
-        self._failed_update: str | None = None  # why the weights are not those of any version
+        self._recompute_kv = recompute_kv
+        self._fixed_shapes = fixed_shapes
+        self._stream: Stream | None = None  # what `submit` opened; None while nothing runs or waits
+        self._stream_settings: tuple[SamplingConfig, Recording] | None = None
         self._check_stop_ids(self._stop_ids)
 
     @torch.no_grad()  # not inference_mode: autograd could not save what that makes, and the loss reads trajectories
@@ -72,6 +82,8 @@ class NativeEngine:
         self, samples: Sequence[Sample], sampling: SamplingConfig, recording: Recording = RECORD_NOTHING
     ) -> list[Trajectory]:
         """One answer for each sample, in the order of `samples`.
+
+        A stream of its own, from the first sample to the last: what was submitted waits meanwhile, untouched.
 
         Args:
             samples: what to answer; `Sample.number` keys the noise, so an answer does not depend on the others.
@@ -81,60 +93,106 @@ class NativeEngine:
         Raises:
             ValueError: a prompt is empty or too long, the settings cannot be met, or the last weight update failed.
         """
-        self._check_weights()
-        stop_ids = self._stop_ids | set(sampling.stop_ids)
-        self._check_stop_ids(stop_ids)
-        for sample in samples:
-            self._check_prompt(sample, sampling.max_new_tokens)
-        _check_numbers(samples)
+        self._check_request(samples, sampling)
         if not samples:
             return []
-
-        weight = self._decoder.lm_head_weight
-        stops_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=weight.device)
-        stops_V[list(stop_ids)] = True
-        num_rows = min(self._max_concurrent, len(samples))
         longest = max(len(sample.prompt.token_ids) for sample in samples)
-        # Made anew for each call: between calls the trainer can have the memory, and no garbage outlives an error.
-        cache = KVCache(
-            self._decoder.config,
-            num_rows,
-            longest + sampling.max_new_tokens,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        sampler = Sampler(sampling, recording, vocab_size=self._vocab_size, seed=self._seed)
-        batch = RunningBatch(num_rows, sampling, stops_V, self.policy_version)
-
-        waiting = deque(samples)
+        stream = self._open(sampling, recording, most_samples=len(samples), longest_prompt=longest)
+        stream.submit(samples)
         answers: dict[int, Trajectory] = {}
-        while waiting or len(batch):
-            joining = _next_group(waiting, batch.num_free)
-            logits_RV = F.linear(self._step(batch, joining, cache), weight)
-            draws = sampler.draw(logits_RV, batch.numbers_R, batch.num_written_R)
-            for row in reversed(batch.append(draws)):  # from the end, so that the last row is never a finished one
-                last = len(batch) - 1
-                if row != last:
-                    cache.move_row(last, row, int(batch.last_positions_R[last]))
-                answer = batch.pop(row)
-                answers[answer.sample.number] = answer
+        while stream.num_running or stream.num_waiting:
+            answers.update((answer.sample.number, answer) for answer in stream.step(self.policy_version))
         return [answers[sample.number] for sample in samples]
 
-    def _step(self, batch: RunningBatch, joining: list[Sample], cache: KVCache) -> Tensor:
-        """Let `joining` join and run one forward pass; hidden states [R, H] that predict each row's next token."""
-        prompts = [sample.prompt.token_ids for sample in joining]
-        prompt_lengths = [len(prompt) for prompt in prompts]
-        num_decoding = len(batch)
-        attention = StepAttention(cache, batch.last_positions_R, prompt_lengths)
-        input_ids_T = batch.last_ids_R
-        if joining:
-            input_ids_T = torch.cat([input_ids_T, torch.cat(prompts).to(input_ids_T.device)])
-            batch.join(joining)
-        hidden_TH = self._decoder(input_ids_T, attention.positions_T, attention)
-        if not joining:
-            return hidden_TH
-        ends = torch.tensor(prompt_lengths).cumsum(0) - 1 + num_decoding
-        return torch.cat([hidden_TH[:num_decoding], hidden_TH[ends.to(hidden_TH.device)]])
+    @property
+    def is_serving(self) -> bool:
+        """False after an update that broke off half-way, until a complete one."""
+        return self._update.is_complete
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that `step` writes a token to; those that join with it come on top."""
+        return 0 if self._stream is None else self._stream.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted samples that have no row yet."""
+        return 0 if self._stream is None else self._stream.num_waiting
+
+    @property
+    def free_capacity(self) -> int:
+        """Samples that can be submitted before one has to wait because all rows are taken."""
+        return max(0, self._max_concurrent - self.num_running - self.num_waiting)
+
+    def submit(
+        self, samples: Sequence[Sample], sampling: SamplingConfig, recording: Recording = RECORD_NOTHING
+    ) -> None:
+        """Let samples join the running sequences with the next steps, as rows become free.
+
+        The cache, `max_concurrent` rows of the longest prompt and answer, is made with the first sample and freed when
+        nothing runs or waits any more.
+
+        Args:
+            samples: what to answer.
+            sampling: how tokens are drawn.
+            recording: what to write down beside the token and its log-probability.
+
+        Raises:
+            ValueError: as `generate`; a sample of that number runs or waits; other settings than those of the samples
+                that run or wait. Nothing is submitted then.
+        """
+        in_flight = [] if self._stream is None else list(self._stream.samples())
+        self._check_request(samples, sampling, in_flight)
+        if in_flight and (sampling, recording) != self._stream_settings:
+            raise ValueError(
+                f"{len(in_flight)} samples run or wait under {self._stream_settings}, and samples under "
+                f"{(sampling, recording)} were submitted; step until none is left, or answer them with `generate`"
+            )
+        if not samples:
+            return
+        if self._stream is None:
+            self._stream = self._open(
+                sampling, recording, most_samples=self._max_concurrent, longest_prompt=self._max_prompt_tokens
+            )
+            self._stream_settings = (sampling, recording)
+        self._stream.submit(samples)
+
+    @torch.no_grad()
+    def step(self) -> list[Trajectory]:
+        """Write one token to every running sequence, those that join with this step among them.
+
+        Returns:
+            The answers that ended with this token, in no particular order.
+
+        Raises:
+            ValueError: the last weight update failed (all samples stay, and go on after a complete one), or logits are
+                not finite. An error while computing drops all that runs or waits.
+        """
+        self._update.check()
+        if self._stream is None:
+            return []
+        try:
+            answers = self._stream.step(self.policy_version)
+        except BaseException:
+            self._stream = None  # half a step may be in the cache
+            raise
+        self._close_if_idle()
+        return answers
+
+    def cancel(self, numbers: Collection[int]) -> list[Sample]:
+        """Drop submitted samples without a trajectory, and free their rows.
+
+        Args:
+            numbers: sample numbers; those of samples that neither run nor wait, perhaps ended already, are passed over.
+
+        Returns:
+            The samples that were dropped, to be submitted anew or given back.
+        """
+        if self._stream is None:
+            return []
+        dropped = self._stream.cancel(frozenset(numbers))
+        self._close_if_idle()
+        return dropped
 
     @torch.no_grad()
     def read(
@@ -153,52 +211,72 @@ class NativeEngine:
         Raises:
             ValueError: the settings cannot be met, or the last weight update failed.
         """
-        self._check_weights()
+        self._update.check()
         _check_numbers([trajectory.sample for trajectory in trajectories])
-        sampler = Sampler(sampling, recording, vocab_size=self._vocab_size, seed=self._seed)
-        return [
-            replace(trajectory, sampling=sampling)
-            for trajectory in read_answers(self._decoder, trajectories, sampler, rows_per_chunk=self._max_concurrent)
-        ]
+        read = read_answers(
+            self._decoder,
+            trajectories,
+            self._sampler(sampling, recording),
+            rows_per_chunk=self._max_concurrent,
+            one_at_a_time=self._fixed_shapes,
+        )
+        return [replace(trajectory, sampling=sampling) for trajectory in read]
 
-    @torch.no_grad()
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Copy all weights of policy version `version` into the decoder's own storage, cast to its dtype.
 
-        An error before the first tensor is copied leaves the old version in service. After it the engine refuses to
-        write until a complete update.
+        Between two steps this may be called while sequences run: their later tokens are written by the new version.
+
+        A mapping or another collection is checked before anything is copied; of an iterator each tensor is checked
+        when it comes. An error before the first tensor is copied leaves the old version in service. After it the
+        engine refuses to write until a complete update; what runs or waits stays and goes on then.
 
         Raises:
             ValueError: a name is unknown, comes twice or is missing, a shape or type does not fit, or the version
                 would fall.
         """
         check_version(self.policy_version, version)
-        parameters = dict(self._decoder.named_parameters())
-        missing = set(parameters)
-        try:
-            for name, tensor in named_tensors:
-                _check_tensor(name, tensor, parameters, missing)
-                self._failed_update = f"to version {version}, stopped at {name!r}"
-                parameters[name].copy_(tensor)
-                missing.remove(name)
-            if missing:
-                raise ValueError(
-                    f"the weights of version {version} lack {len(missing)} of {len(parameters)} parameters: "
-                    f"{_listed(missing)}; an update must bring every parameter once"
-                )
-        except BaseException as error:
-            if self._failed_update is not None:
-                self._failed_update = f"to version {version}: {error}"
-            raise
-        self._failed_update = None
+        self._update.load(named_tensors, version)
         self.policy_version = version
+        if self._stream is not None:
+            self._stream.weights_changed(recompute_kv=self._recompute_kv)
 
-    def _check_weights(self) -> None:
-        if self._failed_update is not None:
-            raise ValueError(
-                f"the engine holds an incomplete weight update ({self._failed_update}); it writes again after a "
-                "complete load_weights"
-            )
+    def _open(
+        self, sampling: SamplingConfig, recording: Recording, *, most_samples: int, longest_prompt: int
+    ) -> Stream:
+        """An empty stream with room for what it is to hold, and with fixed shapes for the most that it may have to."""
+        stops_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._decoder.lm_head_weight.device)
+        stops_V[list(self._stop_ids | set(sampling.stop_ids))] = True
+        if self._fixed_shapes:
+            most_samples, longest_prompt = self._max_concurrent, self._max_prompt_tokens
+        context = self._decoder.config.max_position_embeddings
+        make = PinnedStream if self._fixed_shapes else Stream
+        return make(
+            self._decoder,
+            self._sampler(sampling, recording),
+            sampling,
+            stops_V,
+            num_rows=min(self._max_concurrent, most_samples),
+            num_positions=min(longest_prompt + sampling.max_new_tokens, context),
+        )
+
+    def _sampler(self, sampling: SamplingConfig, recording: Recording) -> Sampler:
+        return Sampler(
+            sampling, recording, vocab_size=self._vocab_size, seed=self._seed, fixed_shapes=self._fixed_shapes
+        )
+
+    def _close_if_idle(self) -> None:
+        if not self.num_running and not self.num_waiting:
+            self._stream = None
+
+    def _check_request(
+        self, samples: Sequence[Sample], sampling: SamplingConfig, in_flight: Iterable[Sample] = ()
+    ) -> None:
+        self._update.check()
+        self._check_stop_ids(self._stop_ids | set(sampling.stop_ids))
+        for sample in samples:
+            self._check_prompt(sample, sampling.max_new_tokens)
+        _check_numbers([*in_flight, *samples])
 
     def _check_stop_ids(self, stop_ids: Collection[int]) -> None:
         unreachable = sorted(stop_id for stop_id in stop_ids if not 0 <= stop_id < self._vocab_size)
@@ -238,34 +316,3 @@ def _check_numbers(samples: Sequence[Sample]) -> None:
     twice = sorted(number for number, count in counts.items() if count > 1)
     if twice:
         raise ValueError(f"samples share the numbers {twice[:5]}: they would draw the same noise; number them uniquely")
-
-
-def _next_group(waiting: deque[Sample], num_free: int) -> list[Sample]:
-    """Take the samples that join next: as many as there are free rows and `PREFILL_TOKENS` allow, one at least."""
-    group: list[Sample] = []
-    num_tokens = 0
-    while waiting and len(group) < num_free:
-        num_tokens += len(waiting[0].prompt.token_ids)
-        if group and num_tokens > PREFILL_TOKENS:
-            break
-        group.append(waiting.popleft())
-    return group
-
-
-def _check_tensor(name: str, tensor: Tensor, parameters: dict[str, Tensor], missing: Collection[str]) -> None:
-    if name not in parameters:
-        raise ValueError(f"weights hold {name!r}, which the engine's model has no parameter for")
-    if name not in missing:
-        raise ValueError(f"weights hold {name!r} twice; an update must bring every parameter once")
-    expected = parameters[name]
-    if tensor.shape != expected.shape:
-        raise ValueError(
-            f"the shape of {name!r} is {list(tensor.shape)} in the weights and {list(expected.shape)} in the engine"
-        )
-    if not tensor.is_floating_point():
-        raise ValueError(f"{name!r} is of type {tensor.dtype} in the weights; the engine casts floating types only")
-
-
-def _listed(names: Collection[str], most: int = 5) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown}, ..."

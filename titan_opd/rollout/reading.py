@@ -25,7 +25,12 @@ READ_TOKENS = 8192  # most tokens of one forward pass (a longer sequence goes al
 
 
 def read_answers(
-    decoder: Decoder, trajectories: Sequence[Trajectory], sampler: Sampler, *, rows_per_chunk: int
+    decoder: Decoder,
+    trajectories: Sequence[Trajectory],
+    sampler: Sampler,
+    *,
+    rows_per_chunk: int,
+    one_at_a_time: bool = False,
 ) -> list[Trajectory]:
     """The same answers with the policy's log-probabilities of their tokens, and with what `sampler` records.
 
@@ -34,10 +39,14 @@ def read_answers(
         trajectories: answers of at least one token.
         sampler: draws the samples beside each token.
         rows_per_chunk: rows of logits held at a time.
+        one_at_a_time: a forward pass for each answer, so that what is read does not depend on the others, to the bit.
     """
     read = list(trajectories)
     capacity = max([READ_TOKENS, *map(num_inputs, trajectories)])
-    for members in plan_microbatches(trajectories, capacity, option="READ_TOKENS"):
+    groups = plan_microbatches(trajectories, capacity, option="READ_TOKENS")
+    if one_at_a_time:
+        groups = [[i] for members in groups for i in members]
+    for members in groups:
         answers = [trajectories[i] for i in members]
         lengths = [len(answer.response_ids) for answer in answers]
         draws = _draw_beside(decoder, answers, lengths, sampler, rows_per_chunk)

@@ -20,7 +20,7 @@ from titan_opd.ops.draw import cumulative_mass, draw_columns
 from titan_opd.ops.noise import uniforms
 from titan_opd.rollout.engine import Recording
 
-_FIRST_WINDOW = 256  # candidates that top-p sorts first; widened until they hold the mass
+_FIRST_WINDOW = 256
 
 
 class Draws(NamedTuple):
@@ -51,6 +51,8 @@ class Sampler:
         recording: what to record beside the token.
         vocab_size: number of tokens; columns of the logits at or above it are never sampled and count nowhere.
         seed: of the noise.
+        fixed_shapes: top-p sorts the whole vocabulary at once; otherwise the flattest of the rows decides how many
+            candidates are looked at in all of them, which can show in a row's last bits.
 
     With fewer than K tokens in the vocabulary, the recorded top-K candidates are all of them.
 
@@ -58,7 +60,9 @@ class Sampler:
         ValueError: top-K candidates are asked for at temperature 0, where all but one have probability 0.
     """
 
-    def __init__(self, sampling: SamplingConfig, recording: Recording, *, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, sampling: SamplingConfig, recording: Recording, *, vocab_size: int, seed: int, fixed_shapes: bool = False
+    ) -> None:
         if recording.top_k and sampling.temperature == 0:
             raise ValueError(
                 f"the student's top {recording.top_k} cannot be recorded at temperature 0: the distribution is a "
@@ -68,6 +72,7 @@ class Sampler:
         self._recording = Recording(recording.num_samples, min(recording.top_k, vocab_size))
         self._vocab_size = vocab_size
         self._seed = seed
+        self._first_window = vocab_size if fixed_shapes else _FIRST_WINDOW
 
     def draw(self, logits_RV: Tensor, numbers_R: Tensor, positions_R: Tensor, written_R: Tensor | None = None) -> Draws:
         """One token, and what is recorded with it, for each row.
@@ -99,7 +104,9 @@ class Sampler:
         max_R1 = logits_RV.amax(dim=-1, keepdim=True)
         _check_finite(max_R1, numbers_R)
         if self._sampling.truncated:
-            logits_RC, ids_RC = truncate(logits_RV, self._sampling.top_k, self._sampling.top_p)
+            logits_RC, ids_RC = truncate(
+                logits_RV, self._sampling.top_k, self._sampling.top_p, first_window=self._first_window
+            )
         else:
             logits_RC, ids_RC = logits_RV, None
 
@@ -128,7 +135,9 @@ class Sampler:
         return draws
 
 
-def truncate(logits_RV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+def truncate(
+    logits_RV: Tensor, top_k: int, top_p: float, *, first_window: int = _FIRST_WINDOW
+) -> tuple[Tensor, Tensor]:
     """The candidates of truncated sampling, most likely first.
 
     Args:
@@ -136,6 +145,7 @@ def truncate(logits_RV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tenso
         top_k: keep this many tokens at most; 0 keeps all.
         top_p: then keep the smallest set of most likely tokens whose mass, renormalised after top-k, reaches this; at
             least one token.
+        first_window: candidates that top-p without top-k sorts first; widened until they hold every row's mass.
 
     Returns:
         logits [R, C], -inf for what was cut, and ids [R, C]; what is kept stands first in each row.
@@ -154,7 +164,7 @@ def truncate(logits_RV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tenso
         mass_R1 = cdf_RC[:, -1:]
     else:
         mass_R1 = torch.exp(logits_RV - max_R1).sum(dim=-1, keepdim=True, dtype=torch.float64)
-        window = _FIRST_WINDOW
+        window = first_window
         while True:
             logits_RC, ids_RC, cdf_RC = candidates(min(window, vocab_size))
             if window >= vocab_size or bool((cdf_RC[:, -1:] >= top_p * mass_R1).all()):

@@ -33,6 +33,9 @@ class NativeScorer:
         num_samples: the teacher's own draws at each token for "mc_forward_kl".
         seed: of these draws. A draw is a function of it, of the sample's number and of the token's position: it does
             not depend on what else is scored.
+        fixed_shapes: score every trajectory in a forward pass of its own, so that its scores depend on nothing else,
+            to the bit, however trajectories are grouped in calls. Costs the gain of packing: a product with the
+            weights for each answer instead of one for `tokens_per_forward` tokens.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class NativeScorer:
         logits_chunk_mb: float,
         num_samples: int = 1,
         seed: int = 0,
+        fixed_shapes: bool = False,
     ) -> None:
         self.decoder = decoder.eval().requires_grad_(False)
         self.objective = objective
@@ -55,6 +59,7 @@ class NativeScorer:
         self._logits_chunk_mb = logits_chunk_mb
         self._num_samples = num_samples
         self._seed = seed
+        self._fixed_shapes = fixed_shapes
         self._device = decoder.lm_head_weight.device
 
     @torch.no_grad()
@@ -63,6 +68,8 @@ class NativeScorer:
         unscored = [ScoredTrajectory(trajectory, TeacherScores()) for trajectory in trajectories]
         scored = list(unscored)
         plan = plan_microbatches(trajectories, self._tokens_per_forward, option="teacher.tokens_per_forward")
+        if self._fixed_shapes:
+            plan = [[i] for members in plan for i in members]
         for members in plan:
             batch = pack_microbatch([unscored[i] for i in members]).to(self._device)
             attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)

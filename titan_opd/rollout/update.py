@@ -1,0 +1,109 @@
+"""New weights into a decoder's own storage: all of them, checked by name, shape and type."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from titan_opd.models import Decoder
+
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+class InPlaceUpdate:
+    """Copies complete sets of weights into a decoder, and remembers when one broke off half way.
+
+    Args:
+        decoder: is overwritten; its parameters keep their storage.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._failed: str | None = None  # why the weights are not those of any version
+
+    @torch.no_grad()
+    def load(self, named_tensors: NamedTensors, version: int) -> None:
+        """Copy every parameter once, cast to the decoder's dtype.
+
+        A mapping or another collection (a list, a dict's items) is checked as a whole before the first tensor is
+        copied; an iterator hands out its tensors once, so each is checked when it comes, and completeness at the end.
+        An error after the first copy leaves the decoder with the weights of no version: `check` refuses it until a
+        complete `load`.
+
+        Raises:
+            ValueError: a name is unknown, comes twice or is missing, or a shape or type does not fit.
+        """
+        if isinstance(named_tensors, Mapping):
+            named_tensors = named_tensors.items()
+        if isinstance(named_tensors, Collection):
+            checks = _Checks(self._decoder, version)
+            for name, tensor in named_tensors:
+                checks.take(name, tensor)
+            checks.finish()
+        checks = _Checks(self._decoder, version)
+        copying = False
+        try:
+            for name, tensor in named_tensors:
+                parameter = checks.take(name, tensor)
+                copying = True
+                self._failed = f"to version {version}, stopped at {name!r}"
+                parameter.copy_(tensor)
+            checks.finish()
+        except BaseException as error:
+            if copying:
+                self._failed = f"to version {version}: {error}"
+            raise
+        self._failed = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the weights are those of one version."""
+        return self._failed is None
+
+    def check(self) -> None:
+        """Raise a ValueError when the last update that began to copy did not complete."""
+        if self._failed is not None:
+            raise ValueError(
+                f"the engine holds an incomplete weight update ({self._failed}); it writes again after a complete "
+                "load_weights"
+            )
+
+
+class _Checks:
+    """What can be wrong with the tensors of one update, as they come."""
+
+    def __init__(self, decoder: Decoder, version: int) -> None:
+        self._parameters = dict(decoder.named_parameters())
+        self._missing = set(self._parameters)
+        self._version = version
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """The parameter that `tensor` is for."""
+        if name not in self._parameters:
+            raise ValueError(f"weights hold {name!r}, which the engine's model has no parameter for")
+        if name not in self._missing:
+            raise ValueError(f"weights hold {name!r} twice; an update must bring every parameter once")
+        expected = self._parameters[name]
+        if tensor.shape != expected.shape:
+            raise ValueError(
+                f"the shape of {name!r} is {list(tensor.shape)} in the weights and {list(expected.shape)} in the engine"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name!r} is of type {tensor.dtype} in the weights; the engine casts floating types only")
+        self._missing.remove(name)
+        return expected
+
+    def finish(self) -> None:
+        """Raise a ValueError when a parameter got no tensor."""
+        if self._missing:
+            raise ValueError(
+                f"the weights of version {self._version} lack {len(self._missing)} of {len(self._parameters)} "
+                f"parameters: {_listed(self._missing)}; an update must bring every parameter once"
+            )
+
+
+def _listed(names: Collection[str], most: int = 5) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown}, ..."

@@ -21,6 +21,23 @@ void define_operators(Library& library) {
       "sparse_softmax_grad_(Tensor(a!) logits, Tensor ids, Tensor g, Tensor lse, Tensor tail_lse, Tensor g_lse,"
       " Tensor g_tail, int vocab_start=0, int? vocab_size=None, Tensor? inverse_temperature=None, str? isa=None)"
       " -> ()");
+  // titan_opd/ops/dense_pair.py
+  library.def(
+      "dense_pair_sums(Tensor student, Tensor teacher, Tensor student_max, Tensor student_sum_exp, Tensor teacher_max,"
+      " Tensor teacher_sum_exp, float min_logprob, float? beta=None, int vocab_start=0, int? vocab_size=None,"
+      " str? isa=None) -> Tensor");
+  library.def(
+      "dense_pair_grad_(Tensor(a!) student, Tensor teacher, Tensor student_max, Tensor student_sum_exp,"
+      " Tensor teacher_max, Tensor teacher_sum_exp, Tensor offsets, Tensor coefficients, float forward_weight,"
+      " float reverse_weight, float jsd_weight, float beta, float min_logprob, int vocab_start=0,"
+      " int? vocab_size=None, str? isa=None) -> ()");
+  // titan_opd/ops/multi_copy.py
+  library.def("multi_copy(Tensor[] sources, Tensor(a!)[] destinations, str? isa=None) -> ()");
+  // titan_opd/ops/topk_logprobs.py
+  library.def(
+      "topk_logprobs(Tensor logits, int k, int vocab_start=0, int? vocab_size=None, Tensor? inverse_temperature=None,"
+      " str? isa=None)"
+      " -> (Tensor ids, Tensor values, Tensor max, Tensor sum_exp, Tensor tail_max, Tensor tail_sum_exp)");
 }
 
 }  // namespace titan_opd

@@ -106,4 +106,93 @@ struct SoftmaxGradRow {
   }
 };
 
+// A softmax over the whole vocabulary, of which this shard may be a part.
+struct SoftmaxStats {
+  const float* max_R;
+  const float* sum_exp_R;
+};
+
+// What dense_pair_sums gives of each row, in this order: titan_opd/ops/dense_pair.py says what they are.
+enum PairSum {
+  kTeacherMass,
+  kTeacherEntropy,
+  kStudentEntropy,
+  kForwardKl,
+  kReverseKl,
+  kTeacherToMixture,
+  kStudentToMixture,
+  kNumClamped,
+  kTop1Agreement,
+  kNumPairSums
+};
+
+// A row of a student and a teacher; log_sum is log sum exp(logit - max).
+struct PairRow {
+  float student_max;
+  float student_log_sum;
+  float teacher_max;
+  float teacher_log_sum;
+  float min_logprob;
+  float beta;  // the teacher's share of the mixture m = beta q + (1 - beta) p
+};
+
+// Both sides' logits of the same tokens; Student is const where it is only read.
+template <typename Student, typename Teacher>
+struct Pair {
+  Matrix<Student> student_RV;
+  Matrix<const Teacher> teacher_RV;
+  int64_t num_rows;
+  int64_t num_columns;  // tokens; padding may follow
+  SoftmaxStats student;
+  SoftmaxStats teacher;
+  float min_logprob;
+  float beta;
+  bool has_mixture;
+};
+
+template <typename Student, typename Teacher>
+struct DensePairSumsTask {
+  Pair<const Student, Teacher> pair;
+  Matrix<float> sums_SR;  // a row for each PairSum
+};
+
+// A row's gradient, coefficient times that of
+//   forward KL(q || p) + reverse KL(p || q) + jsd_weight (beta KL(q || m) + (1 - beta) KL(p || m)).
+struct PairWeights {
+  float forward;
+  float reverse;
+  float mixture;  // jsd_weight (1 - beta)
+  float offset;   // what is subtracted from each slope, so that the gradient sums to zero
+  float coefficient;
+};
+
+template <typename Student, typename Teacher>
+struct DensePairGradTask {
+  Pair<Student, Teacher> pair;  // the student's logits are replaced by the gradient
+  int64_t num_student_columns;  // those from pair.num_columns on are padding
+  float forward_weight;
+  float reverse_weight;
+  float mixture_weight;
+  const float* offset_R;
+  const float* coefficient_R;
+};
+
+// The most ids that topk_logprobs finds a row.
+constexpr int64_t kMaxTopk = 256;
+
+template <typename Logit>
+struct TopkLogprobsTask {
+  Matrix<const Logit> logits_RV;
+  int64_t num_rows;
+  Shard shard;
+  RowFactors inverse_temperature_R;
+  int k;
+  Matrix<int64_t> ids_RK;
+  Matrix<float> values_RK;
+  float* max_R;
+  float* sum_exp_R;
+  float* tail_max_R;
+  float* tail_sum_exp_R;
+};
+
 }  // namespace titan_opd

@@ -5,7 +5,12 @@
 
 #include <cmath>
 
-#include "../elements.h"
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include "../order_keys.h"
+#include "../tasks.h"
 #include "isa.h"
 
 namespace titan_opd {
@@ -33,6 +38,9 @@ inline ExpSum merge(const ExpSum& a, const ExpSum& b) {
   return {high.max, high.sum + low.sum * std::exp(static_cast<double>(low.max) - high.max)};
 }
 
+// The most columns of one call of split_block.
+constexpr int64_t kMaxSplitColumns = 2048;
+
 // One instruction set's loops for one element type; z is logit * factor.
 template <typename Logit>
 struct RowKernels {
@@ -42,6 +50,30 @@ struct RowKernels {
   // Replaces the columns 0 .. num_columns of `row` by scale exp(z - shift), for z - shift up to rounding not above 0;
   // by 0 where z - shift is below -87.
   void (*scaled_exp)(Logit* row, int64_t num_columns, float factor, float shift, float scale);
+  // Splits the columns first .. first + num_columns of `row` (at most kMaxSplitColumns): appends the keys
+  // (order_keys.h) of those with z > *floor, and of NaN, to the `*num_keys` in `keys`, with a null floor those of all,
+  // and returns the sum over the others. `num_following` columns behind them are asked for from memory meanwhile.
+  ExpSum (*split_block)(const Logit* row, int64_t first, int64_t num_columns, int64_t num_following, float factor,
+                        const float* floor, uint64_t* keys, int64_t* num_keys);
+};
+
+// One instruction set's conversions of elements from and to float32, rounded to the nearest even.
+template <typename Element>
+struct ConversionKernels {
+  void (*load)(const Element* elements, int64_t count, float* values);
+  void (*store)(const float* values, int64_t count, Element* elements);
+};
+
+// One instruction set's loops over a block of a student's and a teacher's logits.
+struct PairKernels {
+  using AddSums = void (*)(const float* student, const float* teacher, int64_t num_columns, const PairRow& row,
+                           double* sums);
+  using WriteGrad = void (*)(const float* student, const float* teacher, int64_t num_columns, const PairRow& row,
+                             const PairWeights& weights, float* grad);
+  AddSums sums;  // adds to each of the kNumPairSums sums; kTop1Agreement counts tokens
+  AddSums mixture_sums;
+  WriteGrad grad;  // `grad` may be `student`
+  WriteGrad mixture_grad;
 };
 
 // The tables of rows_<instruction set>.cpp.
@@ -63,6 +95,44 @@ RowKernels<Logit> row_kernels(Isa isa) {
 #endif
     default:
       return portable_row_kernels<Logit>();
+  }
+}
+
+template <typename Element>
+ConversionKernels<Element> portable_conversion_kernels();
+template <typename Element>
+ConversionKernels<Element> avx2_conversion_kernels();
+template <typename Element>
+ConversionKernels<Element> avx512_conversion_kernels();
+
+PairKernels portable_pair_kernels();
+PairKernels avx2_pair_kernels();
+PairKernels avx512_pair_kernels();
+
+template <typename Element>
+ConversionKernels<Element> conversion_kernels(Isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case Isa::kAvx512:
+      return avx512_conversion_kernels<Element>();
+    case Isa::kAvx2:
+      return avx2_conversion_kernels<Element>();
+#endif
+    default:
+      return portable_conversion_kernels<Element>();
+  }
+}
+
+inline PairKernels pair_kernels(Isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case Isa::kAvx512:
+      return avx512_pair_kernels();
+    case Isa::kAvx2:
+      return avx2_pair_kernels();
+#endif
+    default:
+      return portable_pair_kernels();
   }
 }
 

@@ -5,19 +5,35 @@
 
 #pragma GCC target("avx2,fma")
 
+#include "rows/convert.h"
+#include "rows/dense_pair.h"
 #include "rows/exp_sum.h"
 #include "rows/scaled_exp.h"
+#include "rows/split_block.h"
 
 namespace titan_opd {
 
 template <typename Logit>
 RowKernels<Logit> avx2_row_kernels() {
-  return {&exp_sum<Logit>, &scaled_exp<Logit>};
+  return {&exp_sum<Logit>, &scaled_exp<Logit>, &split_block<Logit>};
 }
 
 template RowKernels<float> avx2_row_kernels();
 template RowKernels<Bfloat16> avx2_row_kernels();
 template RowKernels<Half> avx2_row_kernels();
+
+template <typename Element>
+ConversionKernels<Element> avx2_conversion_kernels() {
+  return {&load<Element>, &store<Element>};
+}
+
+template ConversionKernels<float> avx2_conversion_kernels();
+template ConversionKernels<Bfloat16> avx2_conversion_kernels();
+template ConversionKernels<Half> avx2_conversion_kernels();
+
+PairKernels avx2_pair_kernels() {
+  return {&pair_sums<false>, &pair_sums<true>, &pair_grad<false>, &pair_grad<true>};
+}
 
 }  // namespace titan_opd
 

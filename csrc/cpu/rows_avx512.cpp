@@ -5,19 +5,35 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
 
+#include "rows/convert.h"
+#include "rows/dense_pair.h"
 #include "rows/exp_sum.h"
 #include "rows/scaled_exp.h"
+#include "rows/split_block.h"
 
 namespace titan_opd {
 
 template <typename Logit>
 RowKernels<Logit> avx512_row_kernels() {
-  return {&exp_sum<Logit>, &scaled_exp<Logit>};
+  return {&exp_sum<Logit>, &scaled_exp<Logit>, &split_block<Logit>};
 }
 
 template RowKernels<float> avx512_row_kernels();
 template RowKernels<Bfloat16> avx512_row_kernels();
 template RowKernels<Half> avx512_row_kernels();
+
+template <typename Element>
+ConversionKernels<Element> avx512_conversion_kernels() {
+  return {&load<Element>, &store<Element>};
+}
+
+template ConversionKernels<float> avx512_conversion_kernels();
+template ConversionKernels<Bfloat16> avx512_conversion_kernels();
+template ConversionKernels<Half> avx512_conversion_kernels();
+
+PairKernels avx512_pair_kernels() {
+  return {&pair_sums<false>, &pair_sums<true>, &pair_grad<false>, &pair_grad<true>};
+}
 
 }  // namespace titan_opd
 

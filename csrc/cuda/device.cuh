@@ -128,33 +128,39 @@ __device__ __forceinline__ void for_each_column_together(const Logit* row, int64
   const int64_t head = before < num_columns ? before : num_columns;
   const int64_t num_vectors = (num_columns - head) / kVector;
   const uint4* vectors = reinterpret_cast<const uint4*>(row + head);
-
-  // What does not fill a vector is less than two of them: one column a thread.
+  // The columns that fill no vector are fewer than two of them: one a thread, in a round of their own before the others.
   const int64_t tail = head + num_vectors * kVector;
   const int64_t num_single = head + (num_columns - tail);
-  if (num_single > 0) {
-    const int64_t i = threadIdx.x;
-    const int64_t column = i < head ? i : tail + (i - head);
-    const float z[1] = {i < num_single ? to_float(row[column]) * factor : 0.0f};
-    visit(column, z, i < num_single ? 1 : 0);
-  }
+
   uint4 next{0, 0, 0, 0};
   if (threadIdx.x < num_vectors) {
     next = __ldg(vectors + threadIdx.x);
   }
-  for (int64_t first = 0; first < num_vectors; first += blockDim.x) {
-    const int64_t i = first + threadIdx.x;
-    const uint4 raw = next;
-    if (i + blockDim.x < num_vectors) {
-      next = __ldg(vectors + i + blockDim.x);
+  // One call of `visit` in the code, so that it is compiled into the loop.
+  for (int64_t first = num_single > 0 ? -static_cast<int64_t>(blockDim.x) : 0; first < num_vectors;
+       first += blockDim.x) {
+    int64_t column;
+    int count;
+    float z[kVector] = {};
+    if (first < 0) {
+      const int64_t i = threadIdx.x;
+      column = i < head ? i : tail + (i - head);
+      count = i < num_single ? 1 : 0;
+      z[0] = count == 1 ? to_float(row[column]) * factor : 0.0f;
+    } else {
+      const int64_t i = first + threadIdx.x;
+      column = head + i * kVector;
+      count = i < num_vectors ? kVector : 0;
+      Logit elements[kVector];
+      memcpy(elements, &next, sizeof(next));
+      if (i + blockDim.x < num_vectors) {
+        next = __ldg(vectors + i + blockDim.x);
+      }
+      for (int j = 0; j < kVector; ++j) {
+        z[j] = to_float(elements[j]) * factor;
+      }
     }
-    Logit elements[kVector];
-    memcpy(elements, &raw, sizeof(raw));
-    float z[kVector];
-    for (int j = 0; j < kVector; ++j) {
-      z[j] = to_float(elements[j]) * factor;
-    }
-    visit(head + i * kVector, z, i < num_vectors ? kVector : 0);
+    visit(column, z, count);
   }
 }
 

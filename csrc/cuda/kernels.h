@@ -17,4 +17,13 @@ cudaError_t launch_gather_stats(const GatherStatsTask<Logit>& task, cudaStream_t
 template <typename Logit>
 cudaError_t launch_sparse_softmax_grad(const SparseSoftmaxGradTask<Logit>& task, cudaStream_t stream);
 
+template <typename Student, typename Teacher>
+cudaError_t launch_dense_pair_sums(const DensePairSumsTask<Student, Teacher>& task, cudaStream_t stream);
+
+template <typename Student, typename Teacher>
+cudaError_t launch_dense_pair_grad(const DensePairGradTask<Student, Teacher>& task, cudaStream_t stream);
+
+template <typename Logit>
+cudaError_t launch_topk_logprobs(const TopkLogprobsTask<Logit>& task, cudaStream_t stream);
+
 }  // namespace titan_opd

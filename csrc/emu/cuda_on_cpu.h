@@ -39,6 +39,15 @@ inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 #define gridDim (::cuda_on_cpu::current_block().grid)
 
 inline void __syncthreads() { cuda_on_cpu::block_barrier(); }
+// The first barrier ends the reading of the votes before, the second the voting: blocks run one after another.
+inline int __syncthreads_or(int predicate) {
+  static uint64_t votes = 0;
+  const uint64_t before = votes;
+  cuda_on_cpu::block_barrier();
+  votes += predicate != 0;
+  cuda_on_cpu::block_barrier();
+  return votes != before;
+}
 inline void __syncwarp() { cuda_on_cpu::warp_barrier(); }
 
 namespace cuda_on_cpu {

@@ -65,6 +65,12 @@ inline Shard checked_shard(const char* op, const Tensor& logits_RV, int64_t voca
   return {vocab_start, std::clamp<int64_t>(*vocab_size - vocab_start, 0, num_columns)};
 }
 
+// Kernels that keep columns in 32 bits.
+inline void check_32_bit_columns(const char* op, const Shard& shard) {
+  STD_TORCH_CHECK(shard.num_columns <= INT32_MAX, op, ": logits must have at most 2^31 - 1 columns, got ",
+                  shard.num_columns);
+}
+
 inline RowFactors checked_factors(const char* op, const std::optional<Tensor>& inverse_temperature,
                                   const Tensor& logits_RV) {
   if (!inverse_temperature.has_value()) {

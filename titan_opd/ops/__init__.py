@@ -7,9 +7,21 @@ extension. In plain PyTorch: `noise`, counter-based uniforms, and `draw`, what t
 
 from __future__ import annotations
 
+from titan_opd.ops.dense_pair import DensePairSums, dense_pair_grad_, dense_pair_sums
 from titan_opd.ops.extension import describe
 from titan_opd.ops.gather_stats import gather_stats
-from titan_opd.ops.row_stats import RowStats
+from titan_opd.ops.row_stats import RowStats, TopK
 from titan_opd.ops.sparse_softmax_grad import sparse_softmax_grad_
+from titan_opd.ops.topk_logprobs import topk_logprobs
 
-__all__ = ["RowStats", "describe", "gather_stats", "sparse_softmax_grad_"]
+__all__ = [
+    "DensePairSums",
+    "RowStats",
+    "TopK",
+    "dense_pair_grad_",
+    "dense_pair_sums",
+    "describe",
+    "gather_stats",
+    "sparse_softmax_grad_",
+    "topk_logprobs",
+]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_opd.ops.row_stats import RowStats
+from titan_opd.ops.row_stats import RowStats, TopK
 
 
 def gather_stats_reference(
@@ -29,6 +29,23 @@ def gather_stats_reference(
     max_R, sum_exp_R = _max_and_sum_exp(z_RV)
     tail_max_R, tail_sum_exp_R = _max_and_sum_exp(z_RV.scatter(1, columns_RK, -torch.inf))
     return RowStats(max_R, sum_exp_R, tail_max_R, tail_sum_exp_R, candidates_RK)
+
+
+def topk_logprobs_reference(
+    logits_RV: Tensor,
+    k: int,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    inverse_temperature: Tensor | None = None,
+) -> TopK:
+    """`titan_opd.ops.topk_logprobs` for any device and floating dtype: a stable sort, then the statistics of its ids."""
+    shard = {"vocab_start": vocab_start, "vocab_size": vocab_size, "inverse_temperature": inverse_temperature}
+    columns_RK = scaled_logits(logits_RV, **shard).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    ids_RK = F.pad(columns_RK + vocab_start, (0, k - columns_RK.shape[1]), value=-1)
+    stats = gather_stats_reference(logits_RV, ids_RK, **shard)
+    values_RK = torch.where(ids_RK < 0, -torch.inf, stats.candidates)
+    return TopK(ids_RK, values_RK, *stats[:4])
 
 
 def sparse_softmax_grad_reference_(

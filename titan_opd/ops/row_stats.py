@@ -39,3 +39,35 @@ class RowStats(NamedTuple):
     def tail_lse(self) -> Tensor:
         """[R], log sum exp(z) over the tail, in nats; -inf when nothing is outside the ids."""
         return self.tail_max + self.tail_sum_exp.log()
+
+
+class TopK(NamedTuple):
+    """The k largest logits of the rows of one vocabulary shard, and what else one read of each row tells.
+
+    float32, float64 for float64 logits, but the ids. NaN is larger than every number. The sums are those of `RowStats`
+    with these ids: the tail is the set of columns that are not among the k.
+
+    Attributes:
+        ids: [R, k] int64, global; the largest logit first, of equal ones the lower id first. -1 fills up where there are
+            fewer columns than k.
+        values: [R, k], the logits z at the ids; -inf where the id is -1.
+        max, sum_exp, tail_max, tail_sum_exp: [R], as in `RowStats`.
+    """
+
+    ids: Tensor
+    values: Tensor
+    max: Tensor
+    sum_exp: Tensor
+    tail_max: Tensor
+    tail_sum_exp: Tensor
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[R, k], log-probabilities of the ids, in nats."""
+        # Not values - lse: where logits are large, adding the maximum to the logarithm would round it away.
+        return (self.values - self.max[:, None]) - self.sum_exp.log()[:, None]
+
+    @property
+    def tail_logprob(self) -> Tensor:
+        """[R], the log-probability of the tail as a whole, in nats; -inf when nothing is outside the ids."""
+        return (self.tail_max - self.max) + self.tail_sum_exp.log() - self.sum_exp.log()

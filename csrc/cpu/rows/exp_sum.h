@@ -1,4 +1,5 @@
 // The sum of exponentials over one row with some columns left out: the inner loop of gather_stats.
+#pragma once
 
 #include "exponential.h"
 

@@ -5,7 +5,7 @@ vocabulary) replaces them by the loss's gradient, and two products give the grad
 output projection: three products in all. Gradients are taken during the forward pass, because the loss's upstream
 gradient is one number.
 
-Shape suffixes: N rows, C rows of a chunk, V columns of this rank's shard, H hidden.
+Shape suffixes: N rows, C rows of a chunk, V columns of this rank's shard, B of a block of them, H hidden.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from titan_opd.losses.logit_gradient import row_blocks
 from titan_opd.losses.metrics import RowMetrics
 from titan_opd.losses.rows import RowValues
 from titan_opd.losses.scores import TeacherScores
 from titan_opd.losses.vocab_parallel import VocabShard
+
+# Float32 rows of the weight gradient that a bfloat16 product is added to at a time.
+_PRODUCT_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -107,35 +109,30 @@ class _GradientSums:
 
     def __init__(self, inputs: HeadInputs, *, for_hidden: bool, for_weight: bool) -> None:
         self._inputs = inputs
-        self._for_weight = for_weight
         self.hidden = torch.empty_like(inputs.hidden) if for_hidden else None
-        self.weight: Tensor | None = None
+        weight_VH, sum_dtype = inputs.shard.weight, inputs.coefficients.dtype
+        self.weight = torch.zeros_like(weight_VH, dtype=sum_dtype) if for_weight else None
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
         hidden_CH, scale = self._inputs.hidden[rows], 1 / self._inputs.temperature
         if self.hidden is not None:
             out_CH = self.hidden[rows]
             torch.addmm(out_CH, grad_CV, self._inputs.shard.weight, beta=0, alpha=scale, out=out_CH)
-        if self._for_weight:
+        if self.weight is not None:
             self._add_weight(grad_CV, hidden_CH, scale)
 
     def _add_weight(self, grad_CV: Tensor, hidden_CH: Tensor, scale: float) -> None:
-        weight_VH, sum_dtype = self._inputs.shard.weight, self._inputs.coefficients.dtype
-        is_first = self.weight is None
-        if self.weight is None:
-            self.weight = torch.empty_like(weight_VH, dtype=sum_dtype)
-        if hidden_CH.dtype == sum_dtype:
-            torch.addmm(self.weight, grad_CV.T, hidden_CH, beta=0 if is_first else 1, alpha=scale, out=self.weight)
+        if hidden_CH.dtype == self.weight.dtype:
+            self.weight.addmm_(grad_CV.T, hidden_CH, alpha=scale)
             return
         # A bfloat16 product is rounded once a chunk, and then summed over chunks in float32. A few rows of the
         # vocabulary at a time: what they need beside the sum stays small, and in a CPU's cache.
-        for rows in row_blocks(len(self.weight), weight_VH.shape[1] * sum_dtype.itemsize, weight_VH.device):
-            product_BH = grad_CV.new_empty(rows.stop - rows.start, weight_VH.shape[1])
-            torch.addmm(product_BH, grad_CV[:, rows].T, hidden_CH, beta=0, alpha=scale, out=product_BH)
-            if is_first:
-                self.weight[rows] = product_BH
-            else:
-                self.weight[rows] += product_BH.to(sum_dtype)  # adding mixed dtypes takes four times as long
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        block_bytes = _PRODUCT_BLOCK_BYTES.get(self.weight.device.type, _PRODUCT_BLOCK_BYTES["cuda"])
+        block_rows = max(1, block_bytes // row_bytes)
+        for sum_BH, grad_CB in zip(self.weight.split(block_rows), grad_CV.split(block_rows, dim=1), strict=True):
+            product_BH = torch.mm(grad_CB.T, hidden_CH)
+            sum_BH.add_(product_BH.to(sum_BH.dtype), alpha=scale)  # adding mixed dtypes takes four times as long
 
     def finish_hidden(self) -> Tensor | None:
         """[N, H] the whole gradient: each rank's columns contributed a part."""

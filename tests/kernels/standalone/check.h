@@ -2,6 +2,7 @@
 // sees every access outside an array, and a kernel with a planted fault is one object file more.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -41,6 +42,11 @@ struct Rows {
   Rows(int64_t rows, int64_t columns, int64_t padding = 0)
       : rows(rows), columns(columns), stride(columns + padding),
         elements(rows == 0 ? 0 : (rows - 1) * stride + columns) {}
+  Rows copy() const {
+    Rows other(rows, columns, stride - columns);
+    std::copy(elements.data(), elements.data() + elements.size(), other.elements.data());
+    return other;
+  }
   T& at(int64_t r, int64_t c) { return elements[r * stride + c]; }
   const T& at(int64_t r, int64_t c) const { return elements[r * stride + c]; }
   titan_opd::Matrix<T> matrix() { return {elements.data(), stride}; }
@@ -65,6 +71,11 @@ class Random {
  private:
   std::mt19937 engine_;
 };
+
+// The relative error of rounding a float to this type once, and a little more.
+inline double rounding(float) { return 2e-6; }
+inline double rounding(titan_opd::Half) { return 6e-4; }
+inline double rounding(titan_opd::Bfloat16) { return 4e-3; }
 
 // Throws when the difference is above tolerance * (1 + |expected|), or when one of both is NaN.
 inline void expect_close(const std::string& what, double actual, double expected, double tolerance) {

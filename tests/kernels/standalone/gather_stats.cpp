@@ -36,12 +36,20 @@ void compare(int64_t num_rows, int64_t num_columns, int64_t num_ids, int64_t pad
   for (int64_t r = 0; r < num_rows; ++r) {
     factors_R[r] = 0.5f + random.uniform();
     for (int64_t k = 0; k < num_ids; ++k) {
-      ids_RK.at(r, k) = static_cast<Id>(kVocabStart + random.integer(-2, num_columns + 1));
+      // Every other one among the first columns: those whose bits the next segment's take the place of.
+      const int64_t last = k % 2 == 0 ? num_columns + 1 : std::min<int64_t>(num_columns + 1, 127);
+      ids_RK.at(r, k) = static_cast<Id>(kVocabStart + random.integer(-2, last));
     }
     if (num_ids > 2) {
       ids_RK.at(r, 0) = static_cast<Id>(kVocabStart + num_columns - 1);  // a row's end, twice
       ids_RK.at(r, 1) = ids_RK.at(r, 0);
       ids_RK.at(r, 2) = static_cast<Id>(kVocabStart);
+    }
+    for (int64_t k = 0; k < num_ids / 2; ++k) {  // so large that a tail with one of them in it is plainly wrong
+      const int64_t column = static_cast<int64_t>(ids_RK.at(r, k)) - kVocabStart;
+      if (column >= 0 && column < num_columns) {
+        from_float(25.0f, logits_RV.at(r, column));
+      }
     }
   }
   Array<float> max_R(num_rows), sum_exp_R(num_rows), tail_max_R(num_rows), tail_sum_exp_R(num_rows);
@@ -91,5 +99,5 @@ CHECK(gather_stats) {
 }
 
 CHECK(gather_stats_two_segments) {
-  compare<Bfloat16, int64_t>(1, (1 << 18) + 77, 6, 0, (1 << 18) + 77, 7);
+  compare<Bfloat16, int64_t>(1, (1 << 18) + 77, 40, 0, (1 << 18) + 77, 7);
 }

@@ -222,7 +222,7 @@ setup(
         "safetensors",
         "numpy",
         "pyarrow",
-        "tomli",
+        "tomli; python_version < '3.11'",
         "rich",
         "tensorboard",
         "pyzmq>=26",

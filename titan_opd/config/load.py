@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomli
-
 from titan_opd.config.checks import check_config
 from titan_opd.config.options import convert, field_types
 from titan_opd.config.schema import Config
 from titan_opd.config.spelling import nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -30,12 +34,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = tomli.loads(path.read_text())
+        tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"no configuration file {str(path)!r}; see train_configs/ for examples") from None
     except IsADirectoryError:
         raise ValueError(f"{str(path)!r} is a folder; name the TOML file in it") from None
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     try:
         for key, text in parse_overrides(overrides):
@@ -120,8 +124,8 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
         tree[name] = text
         return
     try:
-        tree[name] = tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
+        tree[name] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
         raise ValueError(f"--{key} {text!r} is not a TOML value (examples: 3, 1e-4, true, [1, 2])") from None
 
 

@@ -1,145 +1,112 @@
 """The dense route: divergences over the whole vocabulary, the teacher's logits computed beside the student's.
 
-With f_j the term of token j and s_j = d f_j / d log p_j its slope, the gradient in logit j is s_j - p_j sum_i s_i.
+The KLs and the Jensen-Shannon divergence are one read of both sides' logits and one that writes the gradient, beside
+each side's softmax statistics; the other divergences go the elementwise route.
 
-Shape suffixes: N rows, C rows of a chunk, B rows of a block, V columns of this rank's shard (those that are tokens),
-H_t the teacher's hidden size.
+Shape suffixes: C rows of a chunk, V columns of this rank's shard.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from titan_opd.config.objective import Objective
-from titan_opd.losses.adaptive import head_share
-from titan_opd.losses.divergences import divergence_terms, forward_kl_terms, reverse_kl_terms
-from titan_opd.losses.head import HeadInputs
-from titan_opd.losses.logit_gradient import row_blocks
+from titan_opd.losses.elementwise_route import ElementwiseRoute
+from titan_opd.losses.head import HeadInputs, Route
 from titan_opd.losses.rows import RowValues
-from titan_opd.losses.scores import TeacherScores
-from titan_opd.losses.vocab_parallel import VocabShard, product_dtype
-from titan_opd.ops import RowStats
+from titan_opd.losses.teacher_logits import TeacherLogits
+from titan_opd.losses.vocab_parallel import VocabShard
+from titan_opd.ops import DensePairSums, RowStats, dense_pair_grad_, dense_pair_sums
 
 
-class TeacherLogits:
-    """The teacher's logits of one chunk of rows after the other, at the objective's temperature.
+@dataclass(frozen=True)
+class PairWeights:
+    """A divergence as a sum of those that the operators know, beta being the teacher's share of the mixture."""
 
-    Args:
-        hidden_NH: [N, H_t] in the dtype of the teacher's products.
-        shard: its output projection.
-        temperature: divides the logits.
-    """
-
-    def __init__(self, hidden_NH: Tensor, shard: VocabShard, temperature: float) -> None:
-        self.shard = shard
-        self._hidden_NH = hidden_NH
-        self._temperature = temperature
-        self._buffer_CV = hidden_NH.new_empty(0, len(shard.weight))
+    forward_kl: float = 0.0
+    reverse_kl: float = 0.0
+    jsd: float = 0.0
+    beta: float = 0.5
 
     @classmethod
-    def create(
-        cls, scores: TeacherScores, temperature: float, vocab_size: int | None, *, beside: VocabShard
-    ) -> TeacherLogits:
-        """From the scores' `hidden` and `lm_head_weight`, whose tokens must lie as those of the student's shard do.
+    def of(cls, objective: Objective) -> PairWeights | None:
+        """None for a divergence that is no such sum."""
+        match objective.kind:
+            case "forward_kl":
+                return cls(forward_kl=1.0)
+            case "reverse_kl":
+                return cls(reverse_kl=1.0)
+            case "mixed_kl":
+                return cls(forward_kl=objective.alpha, reverse_kl=1 - objective.alpha)
+            case "jsd":
+                return cls(jsd=1.0, beta=objective.beta)
+        return None
 
-        Raises:
-            ValueError: the vocabularies differ, or are split differently among the ranks.
-        """
-        dtype = product_dtype(scores.hidden)
-        shard = VocabShard.create(scores.lm_head_weight, dtype, vocab_size, beside.group)
-        if shard.vocab_size != beside.vocab_size:
-            raise ValueError(
-                f"the student's output projection has {beside.vocab_size} rows, the teacher's {shard.vocab_size}; pass "
-                "vocab_size, the number of tokens of their common tokenizer, so that padding is left out on both sides"
-            )
-        if shard.boundaries != beside.boundaries:
-            raise ValueError(
-                f"the ranks' tokens begin at {beside.boundaries[:-1]} for the student and {shard.boundaries[:-1]} for "
-                "the teacher; pad or cut the teacher's output projection to the student's rows before splitting it"
-            )
-        return cls(scores.hidden.to(dtype), shard, temperature)
-
-    def chunk(self, rows: slice) -> Tensor:
-        """[C, V] in a buffer that the next chunk overwrites."""
-        num_rows = rows.stop - rows.start
-        if num_rows > len(self._buffer_CV):
-            self._buffer_CV = self._hidden_NH.new_empty(num_rows, len(self.shard.weight))
-        logits_CV = self._buffer_CV[:num_rows]
-        self.shard.write_logits(self._hidden_NH[rows], self._temperature, out_CV=logits_CV)
-        return logits_CV
+    def value(self, sums: DensePairSums) -> Tensor:
+        """[C] the divergence. Terms of weight 0 stay out: they may be infinite."""
+        terms = (
+            (self.forward_kl, sums.forward_kl),
+            (self.reverse_kl, sums.reverse_kl),
+            (self.jsd * self.beta, sums.teacher_to_mixture),
+            (self.jsd * (1 - self.beta), sums.student_to_mixture),
+        )
+        return sum((weight * sum_C for weight, sum_C in terms if weight != 0), torch.zeros_like(sums.forward_kl))
 
 
-class DenseRoute:
-    """Sums a divergence's terms over the vocabulary and writes its gradient, a block of rows at a time."""
+def dense_route(objective: Objective, teacher: TeacherLogits) -> Route:
+    """The fastest route of a divergence over the whole vocabulary."""
+    weights = PairWeights.of(objective)
+    if weights is None:
+        return ElementwiseRoute(objective, teacher)
+    return PairRoute(weights, objective.min_logprob, teacher)
 
-    def __init__(self, objective: Objective, teacher: TeacherLogits) -> None:
-        self.objective = objective
-        self.teacher = teacher
+
+class PairRoute:
+    """Reads both sides' logits for a divergence's value, and again for its gradient."""
+
+    def __init__(self, weights: PairWeights, min_logprob: float, teacher: TeacherLogits) -> None:
+        self._weights = weights
+        self._min_logprob = min_logprob
+        self._teacher = teacher
 
     def __call__(self, inputs: HeadInputs, rows: slice, logits_CV: Tensor, *, write_gradient: bool) -> RowValues:
-        shard, dtype = inputs.shard, inputs.coefficients.dtype
-        teacher_CV = self.teacher.chunk(rows)
-        no_ids = torch.empty(len(logits_CV), 0, dtype=torch.int64, device=logits_CV.device)
-        student_stats = shard.stats(logits_CV, no_ids)
-        teacher_stats = self.teacher.shard.stats(teacher_CV, no_ids)
-        sums = []
-        # All ranks cut the same blocks, because each block ends in a sum over the ranks.
-        row_bytes = max(shard.rank_rows) * dtype.itemsize
-        for block in row_blocks(len(logits_CV), row_bytes, logits_CV.device):
-            student_BV = logits_CV[block, : shard.num_columns]
-            teacher_BV = teacher_CV[block, : shard.num_columns]
-            student_tops_BV = student_BV == student_stats.max[block, None]
-            both_top_BV = student_tops_BV & (teacher_BV == teacher_stats.max[block, None])
-            log_p_BV = _log_softmax(student_BV.to(dtype), student_stats, block)
-            log_q_BV = _log_softmax(teacher_BV.to(dtype), teacher_stats, block)
-            log_q_top_B = -teacher_stats.sum_exp[block].log()
-            block_sums, slopes_BV = self._evaluate(log_q_BV, log_p_BV, log_q_top_B, shard, want_slopes=write_gradient)
-            block_sums["top1_agreement"] = both_top_BV.any(-1).to(dtype)
-            block_sums = _sum_over_shards(block_sums, shard)
-            slope_sum_B = block_sums.pop("slope")
-            if write_gradient:
-                slopes_BV.addcmul_(log_p_BV.exp_(), slope_sum_B[:, None], value=-1)
-                torch.mul(slopes_BV, inputs.coefficients[rows][block, None], out=student_BV)
-                logits_CV[block, shard.num_columns :] = 0
-            sums.append(block_sums)
-        values = {name: torch.cat([block_sums[name] for block_sums in sums]) for name in sums[0]}
-        return RowValues(values.pop("value"), values)
-
-    def _evaluate(
-        self, log_q_BV: Tensor, log_p_BV: Tensor, log_q_top_B: Tensor, shard: VocabShard, *, want_slopes: bool
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """This rank's part of each sum over the vocabulary, [B] each, and the slopes [B, V]."""
-        min_logprob = self.objective.min_logprob
-        clamped_share_B = (log_q_BV < min_logprob).to(log_q_BV.dtype).sum(-1) / shard.vocab_size
-        log_q_BV = log_q_BV.clamp(min=min_logprob)
-        q_BV, p_BV = log_q_BV.exp(), log_p_BV.exp()
-        share_B1 = None
-        if self.objective.kind == "adaptive_kl":
-            share_B1 = head_share(q_BV, p_BV, log_q_top_B.exp(), self.objective.mu, shard)[:, None]
-        slopes_BV = torch.zeros_like(log_p_BV)
-        with torch.set_grad_enabled(want_slopes):
-            leaf_BV = log_p_BV.detach().requires_grad_(want_slopes)
-            terms_BV = divergence_terms(self.objective, log_q_BV, leaf_BV, head_share=share_B1)
-            if want_slopes:
-                (slopes_BV,) = torch.autograd.grad(terms_BV.sum(), leaf_BV)
-        sums = {
-            "value": terms_BV.detach().sum(-1),
-            "slope": slopes_BV.sum(-1),
-            "teacher_entropy": -(q_BV * log_q_BV).sum(-1),
-            "student_entropy": -(p_BV * log_p_BV).sum(-1),
-            "forward_kl": forward_kl_terms(log_q_BV, log_p_BV).sum(-1),
-            "reverse_kl": reverse_kl_terms(log_q_BV, log_p_BV).sum(-1),
-            "teacher_clamped_share": clamped_share_B,
+        shard, weights, dtype = inputs.shard, self._weights, inputs.coefficients.dtype
+        teacher_CV = self._teacher.chunk(rows)
+        pair = (
+            logits_CV,
+            teacher_CV,
+            _stats(logits_CV, shard, dtype),
+            _stats(teacher_CV, self._teacher.shard, dtype),
+        )
+        tokens = {"min_logprob": self._min_logprob, "vocab_start": shard.start, "vocab_size": shard.vocab_size}
+        local = dense_pair_sums(*pair, beta=weights.beta if weights.jsd else None, **tokens)
+        sums = local if shard.group is None else DensePairSums(*shard.sum_over_shards(torch.stack(local)))
+        if write_gradient:
+            dense_pair_grad_(
+                *pair,
+                sums,
+                inputs.coefficients[rows],
+                forward_weight=weights.forward_kl,
+                reverse_weight=weights.reverse_kl,
+                jsd_weight=weights.jsd,
+                beta=weights.beta,
+                **tokens,
+            )
+        metrics = {
+            "teacher_entropy": sums.teacher_entropy,
+            "student_entropy": sums.student_entropy,
+            "forward_kl": sums.forward_kl,
+            "reverse_kl": sums.reverse_kl,
+            "teacher_clamped_share": sums.num_clamped / shard.vocab_size,
+            "top1_agreement": sums.top1_agreement.clamp(max=1),  # equally likely tokens may be on several ranks
         }
-        return sums, slopes_BV
+        return RowValues(weights.value(sums), metrics)
 
 
-def _log_softmax(logits_BV: Tensor, stats: RowStats, block: slice) -> Tensor:
-    return logits_BV - stats.max[block, None] - stats.sum_exp[block, None].log()
-
-
-def _sum_over_shards(values: dict[str, Tensor], shard: VocabShard) -> dict[str, Tensor]:
-    """Each value's sum over the ranks, in one exchange."""
-    summed = shard.sum_over_shards(torch.stack(list(values.values())))
-    return dict(zip(values, summed, strict=True))
+def _stats(logits_CV: Tensor, shard: VocabShard, dtype: torch.dtype) -> RowStats:
+    """In one dtype for both sides, whose products may differ in theirs."""
+    no_ids = torch.empty(len(logits_CV), 0, dtype=torch.int64, device=logits_CV.device)
+    return RowStats(*(field.to(dtype) for field in shard.stats(logits_CV, no_ids)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_opd.config.objective import Objective
 from titan_opd.losses.candidate_route import CandidateRoute
-from titan_opd.losses.dense_route import DenseRoute, TeacherLogits
+from titan_opd.losses.dense_route import dense_route
 from titan_opd.losses.head import HeadInputs, HeadOutput, Route, run_head
 from titan_opd.losses.hybrid import Hybrid
 from titan_opd.losses.hybrid_route import DrawnHybridRoute, draw_uniforms
@@ -25,6 +25,7 @@ from titan_opd.losses.samples import CrossEntropy, MonteCarloForwardKL
 from titan_opd.losses.scores import TeacherScores
 from titan_opd.losses.sparse import SupportDivergence
 from titan_opd.losses.sweeps import call_bound
+from titan_opd.losses.teacher_logits import TeacherLogits
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ def _route(
     if teacher is not None and uniforms is not None:
         return DrawnHybridRoute(Hybrid(objective), teacher, uniforms)
     if teacher is not None:
-        return DenseRoute(objective, teacher)
+        return dense_route(objective, teacher)
     if objective.correction == "m2po":
         bound = call_bound(inputs, objective) if m2po_bound is None else m2po_bound
         return CandidateRoute(PolicyGradient(objective, bound))

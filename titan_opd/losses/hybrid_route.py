@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_opd.losses.candidate_route import CandidateRoute
-from titan_opd.losses.dense_route import TeacherLogits
 from titan_opd.losses.head import HeadInputs
 from titan_opd.losses.hybrid import Hybrid
 from titan_opd.losses.logit_gradient import row_blocks
 from titan_opd.losses.rows import RowValues
 from titan_opd.losses.scores import TeacherScores
+from titan_opd.losses.teacher_logits import TeacherLogits
 from titan_opd.losses.vocab_parallel import VocabShard
 
 

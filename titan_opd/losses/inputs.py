@@ -13,9 +13,9 @@ from torch import Tensor
 
 from titan_opd.config.objective import Objective
 from titan_opd.losses.checks import check_shapes, check_values, usable_fields
-from titan_opd.losses.dense_route import TeacherLogits
 from titan_opd.losses.head import HeadInputs
 from titan_opd.losses.scores import TeacherScores
+from titan_opd.losses.teacher_logits import TeacherLogits
 from titan_opd.losses.vocab_parallel import VocabShard, product_dtype
 
 

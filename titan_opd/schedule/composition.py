@@ -20,7 +20,7 @@ def choose(rules: ScheduleRules, pool: SamplePool, step: int) -> list[Entry]:
     """The finished samples that the step at `step` would take; fewer than a batch when more are not there yet."""
     scored = pool.at(Stage.SCORED)
     if rules.mode == "async":
-        return sorted(scored.values(), key=urgency)[: rules.batch]
+        return sorted(scored.values(), key=urgency)[: rules.batch] if len(scored) >= rules.batch else [*scored.values()]
     return [scored[number] for number in batch_numbers(rules, step) if number in scored]
 
 
@@ -50,10 +50,11 @@ def blockers(rules: ScheduleRules, pool: SamplePool, chosen: Sequence[Entry], st
     for version in sorted(left):
         total += left[version]
         candidates += unfinished.get(version, [])
-        candidates.sort(key=lambda entry: (not entry.restarted, entry.number))  # taken from the end
-        places = max(rules.places(version, step + 1), 0)
-        while candidates and total - len(blocking) > places:
-            blocking.append(candidates.pop())
+        too_many = total - len(blocking) - max(rules.places(version, step + 1), 0)
+        if too_many > 0:
+            candidates.sort(key=lambda entry: (entry.restarted, -entry.number))
+            blocking += candidates[:too_many]
+            del candidates[:too_many]
     return blocking
 
 
@@ -67,8 +68,15 @@ def must_wait(rules: ScheduleRules, blocking: Sequence[Entry]) -> bool:
     return rules.on_limit == "wait" and not all(may_restart(rules, entry) for entry in blocking)
 
 
-def waiting(rules: ScheduleRules, pool: SamplePool, chosen: Sequence[Entry], step: int, since: float) -> Waiting:
-    """What the step at `step` waits for when it cannot train `chosen`."""
+def waiting(
+    rules: ScheduleRules,
+    pool: SamplePool,
+    chosen: Sequence[Entry],
+    blocking: Sequence[Entry],
+    step: int,
+    since: float,
+) -> Waiting:
+    """What the step at `step` waits for when `chosen` is no batch yet, or one that is held back by `blocking`."""
     finished = len(pool.at(Stage.SCORED))
     at_teacher = {*pool.at(Stage.WRITTEN), *pool.at(Stage.SCORING)}
     if len(chosen) < rules.batch and rules.mode == "async":
@@ -79,7 +87,7 @@ def waiting(rules: ScheduleRules, pool: SamplePool, chosen: Sequence[Entry], ste
         numbers = set(batch_numbers(rules, step)) - {entry.number for entry in chosen}
     else:
         reason = "deadline"
-        numbers = {entry.number for entry in blockers(rules, pool, chosen, step)}
+        numbers = {entry.number for entry in blocking}
     role = "teacher" if numbers <= at_teacher else "rollout"
     return Waiting(role, reason, tuple(sorted(numbers)), finished, since)
 

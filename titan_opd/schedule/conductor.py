@@ -232,21 +232,22 @@ class Conductor:
         self._check_version(version)
         if self.batch is None:
             chosen = composition.choose(self.rules, self.pool, version)
-            if len(chosen) < self.rules.batch or not self._may_train(chosen):
+            blockers: list[Entry] = []
+            if len(chosen) == self.rules.batch:
+                blockers = composition.blockers(self.rules, self.pool, chosen, version)
+            if len(chosen) < self.rules.batch or composition.must_wait(self.rules, blockers):
                 if self.waiting_since is None:
                     self.waiting_since = now
-                return composition.waiting(self.rules, self.pool, chosen, version, self.waiting_since)
+                return composition.waiting(self.rules, self.pool, chosen, blockers, version, self.waiting_since)
+            self._go_on_without(blockers)
             self.waiting_since = None
             self.batch = composition.compose(self.rules, chosen, version)
             for entry in chosen:
                 self.pool.move(entry, Stage.BATCHED)
         return self.batch
 
-    def _may_train(self, chosen: Sequence[Entry]) -> bool:
-        """Whether the step may run now, if need be without the answers that hold it back."""
-        blockers = composition.blockers(self.rules, self.pool, chosen, self.version)
-        if composition.must_wait(self.rules, blockers):
-            return False
+    def _go_on_without(self, blockers: Sequence[Entry]) -> None:
+        """Write anew or drop the answers that hold the step back; with "mask", let them be late."""
         for entry in blockers:
             if composition.may_restart(self.rules, entry):
                 entry.restarted = True
@@ -256,7 +257,6 @@ class Conductor:
                 self.counters.dropped += 1
                 self._cancel(entry)
                 self.pool.remove(entry)
-        return True
 
     def _renew(self, entry: Entry) -> None:
         """The sample starts anew."""
@@ -308,7 +308,7 @@ class Conductor:
         """Whoever needs the payload that this lease led to could not fetch it: what depends on it starts anew."""
         for entry in list(self.pool):
             is_answer = lease_id == entry.writer_lease and entry.answer is not None
-            is_scores = lease_id == entry.scorer_lease and entry.scores_where is not None
+            is_scores = lease_id == entry.scorer_lease and entry.scores_where != ""
             if not (is_answer or is_scores):
                 continue
             if entry.stage is Stage.BATCHED:

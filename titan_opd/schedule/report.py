@@ -91,10 +91,12 @@ def _waiting(conductor: Conductor, now: float) -> Waiting | None:
         return None
     rules, pool, step = conductor.rules, conductor.pool, conductor.version
     chosen = composition.choose(rules, pool, step)
-    if len(chosen) == rules.batch and not composition.must_wait(rules, composition.blockers(rules, pool, chosen, step)):
+    full = len(chosen) == rules.batch
+    blockers = composition.blockers(rules, pool, chosen, step) if full else []
+    if full and not composition.must_wait(rules, blockers):
         return None
     since = now if conductor.waiting_since is None else conductor.waiting_since
-    return composition.waiting(rules, pool, chosen, step, since)
+    return composition.waiting(rules, pool, chosen, blockers, step, since)
 
 
 def _missing_roles(conductor: Conductor) -> tuple[str, ...]:

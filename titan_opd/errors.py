@@ -11,6 +11,10 @@ class StorageError(RuntimeError):
     """Something could not be written: a full disk, a lost mount. The checkpoints that were complete still are."""
 
 
+class StallError(RuntimeError):
+    """Nothing has moved for too long; the watchdog ended the run. The newest checkpoint is intact."""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of the block, which writes to `path`, into a StorageError that says so."""

@@ -7,12 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from titan_opd.observe import trace
+
 
 class PhaseClock:
     """Wall-clock seconds and processed tokens by phase name, since the last `take`.
 
     Phases do not nest: a second counted in one phase is counted in no other, so the phases of a step add up to at most
-    the step.
+    the step. In the process's trace a phase is a span of its name.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,8 @@ class PhaseClock:
         assert self._running is None, f"phase {name!r} starts inside phase {self._running!r}"
         self._running, start = name, time.perf_counter()
         try:
-            yield
+            with trace.span(name):
+                yield
         finally:
             self._seconds[name] += time.perf_counter() - start
             self._running = None

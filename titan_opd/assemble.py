@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from titan_opd.config import Config
 from titan_opd.config.objective import Objective
 from titan_opd.config.schema import RolloutConfig
 from titan_opd.data import (
+    Prompt,
     PromptStream,
     check_tokenizer,
     compare_tokenizers,
@@ -46,6 +46,7 @@ class Parts:
         recording: what the engine writes down beside the tokens.
         scorer: what scores the answers.
         evaluator: what evaluates the student; None when there are no evaluation prompts.
+        common: what the workers read too.
     """
 
     model: DistillationModel
@@ -56,6 +57,7 @@ class Parts:
     recording: Recording
     scorer: Scorer
     evaluator: Evaluator | None
+    common: Common
 
     @property
     def student(self) -> Decoder:
@@ -70,6 +72,58 @@ class Parts:
         lines.append(f"tokenizer: {self.model.vocab_size} tokens")
         lines.append(f"attention: {attention_backend(weight.device, weight.dtype)}; {ops.describe(weight.device)}")
         return lines
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all roles of a run read from the same files.
+
+    Attributes:
+        tokenizer: the student's.
+        student: the shape of its model.
+        stop_ids: tokens that end an answer.
+        train_prompts: what the samples of the run ask.
+        eval_prompts: all prompts of the evaluation file.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    student: DecoderConfig
+    stop_ids: list[int]
+    train_prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer; rows of a vocabulary at or above it are padding."""
+        return num_tokens(self.tokenizer)
+
+    def stream(self, config: Config) -> PromptStream:
+        """The training prompts as an endless stream of samples, from sample 0."""
+        return PromptStream(
+            self.train_prompts,
+            shuffle=config.data.shuffle,
+            seed=config.run.seed,
+            samples_per_prompt=config.schedule.samples_per_prompt,
+        )
+
+
+def read_common(config: Config, *, checkpoint: Path | None = None) -> Common:
+    """Read tokenizer, prompts and the student's shape.
+
+    Args:
+        config: what to read.
+        checkpoint: the student's folder when a run goes on; None: as `config` says.
+
+    Raises:
+        ValueError: a missing or broken file, a tokenizer that does not fit the model.
+    """
+    folder = model_folder(config.student.path) if checkpoint is None else checkpoint
+    student = DecoderConfig.from_directory(folder)
+    tokenizer = load_tokenizer(str(folder) if checkpoint is not None else config.student.tokenizer or str(folder))
+    check_tokenizer(tokenizer, student.vocab_size, where=f"student.path = {config.student.path!r}")
+    stops = stop_ids(tokenizer, student.eos_token_ids, config.rollout.sampling.stop_ids)
+    train_prompts, eval_prompts = load_prompts(config.data, tokenizer, stops)
+    return Common(tokenizer, student, stops, train_prompts, eval_prompts)
 
 
 def assemble(config: Config, world: World, *, checkpoint: Path | None = None) -> Parts:
@@ -87,20 +141,18 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     _check_world(config, world)
-    tokenizer = load_tokenizer(config.student.tokenizer or str(model_folder(config.student.path)))
-    vocab_size = num_tokens(tokenizer)
+    common = read_common(config, checkpoint=checkpoint)
     student = _student(config, world) if checkpoint is None else load_decoder(checkpoint, device=world.device)
-    check_tokenizer(tokenizer, student.config.vocab_size, where=f"student.path = {config.student.path!r}")
-    teacher = _teacher(config, tokenizer, world)
-    stops = stop_ids(tokenizer, student.config.eos_token_ids, config.rollout.sampling.stop_ids)
-    train_prompts, eval_prompts = load_prompts(config.data, tokenizer, stops)
-    eval_prompts = eval_prompts[: config.evaluation.num_prompts]
+    here = config.teacher.placement == "colocated"
+    teacher = load_teacher(config, common.tokenizer, world.device) if here else None
+    eval_prompts = common.eval_prompts[: config.evaluation.num_prompts]
     contexts = {"student.path": student.config.max_position_embeddings}
     if teacher is not None:
         contexts["teacher.path"] = teacher.config.max_position_embeddings
-    check_prompts(config, train_prompts, eval_prompts, contexts=contexts, world_size=world.size)
-    writer = _writer(config, student, stops, vocab_size, world)
-    model = DistillationModel(student, vocab_size=vocab_size, logits_chunk_mb=config.training.logits_chunk_mb)
+    check_prompts(config, common.train_prompts, eval_prompts, contexts=contexts, world_size=world.size)
+    writer = build_engine(config, common, world.device)
+    writer.load_weights(student.named_parameters(), 0)
+    model = DistillationModel(student, vocab_size=common.vocab_size, logits_chunk_mb=config.training.logits_chunk_mb)
     parallelize(
         model,
         student,
@@ -110,33 +162,30 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
         forward_methods=("sweep",),
     )
 
-    recording = _recording(config.objective, config.rollout)
+    recording = what_to_record(config.objective, config.rollout)
     evaluator = None
     if eval_prompts:
         evaluator = Evaluator(
             engine=writer,
             prompts=eval_prompts,
-            tokenizer=tokenizer,
+            tokenizer=common.tokenizer,
             student=model,
-            teacher=None if teacher is None else _scorer(config, teacher, REVERSE_KL, vocab_size),
+            teacher=None if teacher is None else build_scorer(config, teacher, REVERSE_KL, common.vocab_size),
             evaluation=config.evaluation,
             training=config.training,
             world=world,
         )
+    scorer = LabelScorer() if teacher is None else build_scorer(config, teacher, config.objective, common.vocab_size)
     return Parts(
         model=model,
         teacher=teacher,
-        tokenizer=tokenizer,
-        prompts=PromptStream(
-            train_prompts,
-            shuffle=config.data.shuffle,
-            seed=config.run.seed,
-            samples_per_prompt=config.schedule.samples_per_prompt,
-        ),
+        tokenizer=common.tokenizer,
+        prompts=common.stream(config),
         engine=_engine(config, writer, recording),
         recording=recording,
-        scorer=LabelScorer() if teacher is None else _scorer(config, teacher, config.objective, vocab_size),
+        scorer=scorer,
         evaluator=evaluator,
+        common=common,
     )
 
 
@@ -158,27 +207,34 @@ def _student(config: Config, world: World) -> Decoder:
     return student.to(world.device)
 
 
-def _teacher(config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> Decoder | None:
+def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Decoder | None:
+    """The teacher's decoder; None for cross-entropy.
+
+    Raises:
+        ValueError: its files are missing or broken, or it has another tokenizer than the student.
+    """
     if config.teacher.engine == "none":
         return None
     path = model_folder(config.teacher.path)
     teacher_tokenizer = load_tokenizer(str(path))
     compare_tokenizers(tokenizer, teacher_tokenizer)
-    teacher = load_decoder(path, dtype=getattr(torch, config.teacher.dtype), device=world.device)
+    teacher = load_decoder(path, dtype=getattr(torch, config.teacher.dtype), device=device)
     check_tokenizer(teacher_tokenizer, teacher.config.vocab_size, where=f"teacher.path = {config.teacher.path!r}")
     return teacher
 
 
-def _writer(config: Config, student: Decoder, stops: Sequence[int], vocab_size: int, world: World) -> NativeEngine:
-    decoder = Decoder(student.config).to(world.device, getattr(torch, config.rollout.dtype))
-    decoder.load_state_dict(student.state_dict())
+def build_engine(config: Config, common: Common, device: torch.device) -> NativeEngine:
+    """The engine that writes with the student's weights, which it has still to be given."""
+    decoder = Decoder(common.student).to(device, getattr(torch, config.rollout.dtype))
     return NativeEngine(
         decoder.requires_grad_(False),
         config=config.rollout,
-        stop_ids=stops,
-        vocab_size=vocab_size,
+        stop_ids=common.stop_ids,
+        vocab_size=common.vocab_size,
         max_prompt_tokens=config.data.max_prompt_tokens,
         seed=config.run.seed,
+        recompute_kv=config.schedule.recompute_kv,
+        fixed_shapes=config.rollout.fixed_shapes,
     )
 
 
@@ -188,7 +244,7 @@ def _engine(config: Config, writer: NativeEngine, recording: Recording) -> Rollo
     return AnswersEngine(reader=None if recording == RECORD_NOTHING else writer)
 
 
-def _recording(objective: Objective, rollout: RolloutConfig) -> Recording:
+def what_to_record(objective: Objective, rollout: RolloutConfig) -> Recording:
     """What the objective needs to know of the student's distribution when it wrote, or read, an answer."""
     if objective.support == "student_topk":
         return Recording(top_k=rollout.student_top_k)
@@ -199,7 +255,8 @@ def _recording(objective: Objective, rollout: RolloutConfig) -> Recording:
     return RECORD_NOTHING  # the written token alone is in the trajectory anyway
 
 
-def _scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: int) -> NativeScorer:
+def build_scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: int) -> NativeScorer:
+    """What scores answers with the teacher as the objective needs."""
     return NativeScorer(
         teacher,
         objective,
@@ -209,6 +266,7 @@ def _scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: 
         logits_chunk_mb=config.training.logits_chunk_mb,
         num_samples=config.teacher.num_samples,
         seed=derive_seed(config.run.seed, "teacher"),  # not the student's draws again
+        fixed_shapes=config.teacher.fixed_shapes,
     )
 
 

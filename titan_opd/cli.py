@@ -1,4 +1,4 @@
-"""The command line: titan-opd train | eval | export."""
+"""The command line: titan-opd train | eval | export | worker."""
 
 from __future__ import annotations
 
@@ -77,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("train", help="train as a TOML file says", epilog=override)
     command.add_argument("config", help="TOML file; see train_configs/")
     command.add_argument("--resume", action="store_true", help="go on with the run in run.directory")
+    command.add_argument(
+        "--replay", metavar="JOURNAL", help="train again on the batches that a run with journal.payload kept"
+    )
     command.add_argument("--dry-run", action="store_true", help="check everything that can be checked, train nothing")
     command.set_defaults(run=_train)
 
@@ -92,6 +95,17 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of the weights"
     )
     command.set_defaults(run=_export)
+
+    command = commands.add_parser("worker", help="join a run as one of its roles", epilog=override)
+    command.add_argument("config", help="the run's TOML file: its config.toml, or a copy on another machine")
+    command.add_argument("--role", required=True, choices=("rollout", "teacher", "conductor"))
+    command.add_argument("--connect", help="the conductor's address (default: channel.address, or this machine's own)")
+    command.add_argument("--name", help="unique in the run (default: role, host and process number)")
+    command.add_argument("--cores", default="", help="where it may run, such as 0-3,8")
+    command.add_argument("--ranks", type=int, default=1, help="of a conductor: the trainer's processes")
+    command.add_argument("--restore", metavar="FILE", help="of a conductor: the state it goes on from")
+    command.add_argument("--ends-with-parent", action="store_true", help="end when the process that started it does")
+    command.set_defaults(run=_worker)
     return parser
 
 
@@ -115,7 +129,12 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from titan_opd.observe import print_tables
     from titan_opd.train import train
 
-    tables = train(config, resume=options.resume).tables()
+    if options.replay and options.resume:
+        raise ValueError(
+            "--replay begins a new run from recorded batches and cannot go on with one: leave out --resume"
+        )
+    replay = Path(options.replay) if options.replay else None
+    tables = train(config, resume=options.resume, replay=replay).tables()
     if _is_main():
         print_tables(tables)
     return 0
@@ -153,6 +172,22 @@ def _export(options: argparse.Namespace, _: list[str]) -> int:
     export_model(checkpoint, Path(options.output), getattr(torch, options.dtype))
     _say(f"wrote {checkpoint} as {options.dtype} to {options.output}")
     return 0
+
+
+def _worker(options: argparse.Namespace, overrides: list[str]) -> int:
+    from titan_opd.config import load_config
+    from titan_opd.workers.process import run_worker
+
+    return run_worker(
+        load_config(options.config, overrides),
+        role=options.role,
+        endpoint=options.connect,
+        name=options.name,
+        cores=options.cores,
+        num_ranks=options.ranks,
+        restore=None if options.restore is None else Path(options.restore),
+        ends_with_parent=options.ends_with_parent,
+    )
 
 
 def _is_main() -> bool:

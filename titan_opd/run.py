@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from titan_opd.checkpoint import (
     checkpoint_steps,
+    load_samples,
     load_trainer,
     model_folder,
     remove_remains,
@@ -28,14 +29,20 @@ from titan_opd.learner import Learner
 from titan_opd.observe import Display, MetricsWriter, PhaseClock, PhaseTimes, make_table, phase_table, read_metrics
 from titan_opd.parallel import World
 from titan_opd.schedule import JOURNAL_FILE, Journal, TrainedSample
+from titan_opd.schedule.replay import ReplaySchedule, payload_file
+from titan_opd.schedule.samples_file import write_samples
 from titan_opd.weights import named_weights
+from titan_opd.workers.launch import Continuation, Schedule, open_schedule
 
 if TYPE_CHECKING:
     from titan_opd.assemble import Parts
 
 CONFIG_FILE = "config.toml"
 # What may differ between a run and its continuation, because it does not touch what is trained.
-FREE_OPTIONS = ("run.directory", "run.threads", "evaluation.", "checkpoint.", "observe.")
+FREE_OPTIONS = (
+    *("run.directory", "run.threads", "run.cores", "evaluation.", "checkpoint.", "observe.", "channel.", "journal."),
+    *(f"{role}.{name}" for role in ("rollout", "teacher") for name in ("placement", "workers", "cores", "devices")),
+)
 
 
 @dataclass
@@ -94,6 +101,7 @@ class Run:
         self._display: Display | None = None
         self._metrics: MetricsWriter | None = None
         self._journal: Journal | None = None
+        self._continuation: Continuation | None = None
 
     @classmethod
     def open(cls, config: Config, world: World, clock: PhaseClock, *, resume: bool) -> Run:
@@ -151,6 +159,8 @@ class Run:
             parts.prompts.load_state_dict(state["prompts"])
             learner.steps_taken = state["optimizer_steps"]
             parts.engine.load_weights(named_weights(parts.student), self.step)
+            if state.get("schedule") is not None:
+                self._continuation = Continuation(state["schedule"], load_samples(self.checkpoint))
         if not self._world.is_main:
             return
         with writing(self.path):
@@ -178,12 +188,34 @@ class Run:
         if self.checkpoint is not None:
             self._display.message(f"resumed from {self.checkpoint}")
 
+    @contextmanager
+    def open_schedule(self, parts: Parts, replay: Path | None) -> Iterator[Schedule]:
+        """What the configuration asks for, or the batches of the journal `replay`; ended after the block."""
+        if replay is not None:
+            yield ReplaySchedule(replay, num_steps=self._config.training.steps, world=self._world)
+            return
+        with open_schedule(
+            self._config,
+            parts,
+            self._world,
+            self._clock,
+            config_file=self.path / CONFIG_FILE,
+            version=self.step,
+            continuation=self._continuation,
+        ) as schedule:
+            yield schedule
+
     def is_due(self, step: int, every: int) -> bool:
         """Whether something that happens `every` steps (0: only at the end) happens after `step`."""
         return step == self._config.training.steps or (every > 0 and step % every == 0)
 
     def record(self, scored: Sequence[ScoredTrajectory], metrics: Mapping[str, float]) -> None:
         """The next step is done: write down what it trained (this process's `scored`), its metrics and its times."""
+        if self._config.journal.payload:
+            path = payload_file(self.path, self.step + 1, self._world.rank)
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+            write_samples(path, scored)
         samples = self._world.gather([TrainedSample.of(one.trajectory) for one in scored])
         times = self._clock.take()
         self.summary.times += times
@@ -204,10 +236,13 @@ class Run:
             self._metrics.write(self.step, "evaluation", result.metrics())
             self._display.evaluation(self.step, result.accuracy, str(result))
 
-    def save(self, parts: Parts, learner: Learner) -> None:
+    def save(self, parts: Parts, learner: Learner, schedule: Schedule) -> None:
         """Write a checkpoint: one consistent cut at the end of the step."""
         with self._clock.phase("checkpoint"):
             state = {"optimizer_steps": learner.steps_taken, "prompts": parts.prompts.state_dict()}
+            cut = schedule.cut()
+            if cut is not None:
+                state["schedule"] = cut.state
             if self._world.is_main:
                 state |= {"metrics_bytes": self._metrics.sync(), "journal_bytes": self._journal.sync()}
             save_checkpoint(
@@ -218,6 +253,7 @@ class Run:
                 model=parts.model,
                 optimizer=learner.optimizer,
                 state=state,
+                samples=[] if cut is None else list(cut.samples.values()),
                 keep=self._config.checkpoint.keep,
                 world=self._world,
             )

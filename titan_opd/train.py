@@ -7,6 +7,7 @@ learns from the scores, and its new weights go in place into the engine that wri
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from titan_opd.assemble import assemble
 from titan_opd.config import Config
@@ -15,17 +16,17 @@ from titan_opd.learner import Learner, summarize_steps
 from titan_opd.observe import PhaseClock
 from titan_opd.parallel import open_world
 from titan_opd.run import Run, RunSummary
-from titan_opd.schedule import SyncSchedule
 from titan_opd.weights import named_weights
 
 
-def train(config: Config, *, resume: bool = False) -> RunSummary:
+def train(config: Config, *, resume: bool = False, replay: Path | None = None) -> RunSummary:
     """Run a whole configuration and return what a person wants to know of it.
 
     Args:
         config: what to do.
         resume: go on with the run in `run.directory` from its newest checkpoint; the result equals that of a run that
             was never interrupted.
+        replay: a journal with payload: train again on exactly the batches that it records.
 
     Raises:
         ValueError: for whatever the user can mend: settings, files, tokenizers, a run folder in use.
@@ -42,40 +43,31 @@ def train(config: Config, *, resume: bool = False) -> RunSummary:
             seed=config.run.seed,
             world=world,
         )
-        schedule = SyncSchedule(
-            parts.prompts,
-            parts.engine,
-            parts.scorer,
-            recording=parts.recording,
-            schedule=config.schedule,
-            rollout=config.rollout,
-            clock=clock,
-            world=world,
-        )
         run.begin(parts, learner)
-        if run.step == 0:
-            run.evaluate(parts.evaluator)
-
-        while run.step < config.training.steps:
-            version = run.step
-            scored = schedule.next_batch()
-            # Contiguous parts, so that a sample's minibatch does not depend on the number of processes.
-            size = len(scored) // config.schedule.minibatches
-            with clock.phase("pack"):
-                parts_of_batch = [scored[first : first + size] for first in range(0, len(scored), size)]
-                minibatches = [pack(part, config.training.tokens_per_microbatch) for part in parts_of_batch]
-            with clock.phase("train"):
-                minibatches = [learner.with_proximal_policy(batches) for batches in minibatches]
-                metrics = [learner.step(batches, current_version=version) for batches in minibatches]
-            clock.count_tokens("train", sum(len(batch.input_ids) for batches in minibatches for batch in batches))
-            with clock.phase("weights"):
-                parts.engine.load_weights(named_weights(parts.student), version + 1)
-
-            run.record(scored, summarize_steps(metrics))
-            if run.is_due(run.step, config.evaluation.every):
+        with run.open_schedule(parts, replay) as schedule:
+            if run.step == 0:
                 run.evaluate(parts.evaluator)
-            if run.is_due(run.step, config.checkpoint.every):
-                run.save(parts, learner)
+
+            while run.step < config.training.steps:
+                version = run.step
+                scored = schedule.next_batch(version)
+                # Contiguous parts, so that a sample's minibatch does not depend on the number of processes.
+                size = len(scored) // config.schedule.minibatches
+                with clock.phase("pack"):
+                    parts_of_batch = [scored[first : first + size] for first in range(0, len(scored), size)]
+                    minibatches = [pack(part, config.training.tokens_per_microbatch) for part in parts_of_batch]
+                with clock.phase("train"):
+                    minibatches = [learner.with_proximal_policy(batches) for batches in minibatches]
+                    metrics = [learner.step(batches, current_version=version) for batches in minibatches]
+                clock.count_tokens("train", sum(len(batch.input_ids) for batches in minibatches for batch in batches))
+                with clock.phase("weights"):
+                    schedule.publish(named_weights(parts.student), version + 1)
+
+                run.record(scored, summarize_steps(metrics))
+                if run.is_due(run.step, config.evaluation.every):
+                    run.evaluate(parts.evaluator)
+                if run.is_due(run.step, config.checkpoint.every):
+                    run.save(parts, learner, schedule)
         return run.summary
 
 

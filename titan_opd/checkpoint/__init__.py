@@ -7,10 +7,11 @@ from titan_opd.checkpoint.folder import (
     remove_remains,
     write_file,
 )
-from titan_opd.checkpoint.trainer import load_trainer, save_checkpoint
+from titan_opd.checkpoint.trainer import load_samples, load_trainer, save_checkpoint
 
 __all__ = [
     "checkpoint_steps",
+    "load_samples",
     "load_trainer",
     "model_folder",
     "pick_checkpoint",

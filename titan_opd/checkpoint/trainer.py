@@ -5,6 +5,7 @@ A checkpoint is a folder in Hugging Face format, which any tool can load, with a
     config.json, model.safetensors, tokenizer    the student, float32
     trainer/                                     the optimizer's state, sharded (torch's distributed checkpoint)
     trainer/state.json                           where the stream of prompts, the counters and the logs stand
+    trainer/finished.samples                     answers that were scored and not trained yet (schedules with workers)
 
 There is no random state to save: every draw of a run is a function of the run's seed and of what it is drawn for
 (a sample's number and position, an epoch, an optimizer step), not of a generator's history.
@@ -13,7 +14,7 @@ There is no random state to save: every draw of a run is a function of the run's
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,16 @@ from titan_opd.checkpoint.folder import (
     remove_old_checkpoints,
     start_folder,
 )
+from titan_opd.data.records import ScoredTrajectory
 from titan_opd.errors import StorageError
 from titan_opd.models import Decoder, save_checkpoint_files
 from titan_opd.parallel import World
+from titan_opd.schedule.samples_file import read_samples, write_samples
 from titan_opd.weights import named_weights
 
 TRAINER = "trainer"
 STATE_FILE = "state.json"
+SAMPLES_FILE = "finished.samples"
 _OPTIMIZER = "optimizer"
 
 
@@ -53,6 +57,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer,
     state: dict[str, Any],
+    samples: Sequence[ScoredTrajectory],
     keep: int,
     world: World,
 ) -> None:
@@ -63,6 +68,7 @@ def save_checkpoint(
         student: the decoder in `model`.
         optimizer: of `model`'s parameters.
         state: whatever else the next step depends on, as JSON.
+        samples: answers that were scored and not trained yet; the main process's count.
 
     Raises:
         StorageError: in all processes, when one could not write (a full disk, a lost mount).
@@ -73,6 +79,8 @@ def save_checkpoint(
     def finish() -> None:
         tokenizer.save_pretrained(folder)
         (folder / TRAINER / STATE_FILE).write_text(json.dumps(state))
+        if samples:
+            write_samples(folder / TRAINER / SAMPLES_FILE, samples)
         flush(run_directory)  # the names of the logs and of the folder of checkpoints
         finish_folder(final)
 
@@ -115,6 +123,16 @@ def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) ->
         ) from error
     set_optimizer_state_dict(model, optimizer, optim_state_dict=optimizer_state[_OPTIMIZER])
     return state
+
+
+def load_samples(checkpoint: Path) -> list[ScoredTrajectory]:
+    """The answers that were scored and not trained when the checkpoint was written.
+
+    Raises:
+        ValueError: their file is damaged.
+    """
+    path = checkpoint / TRAINER / SAMPLES_FILE
+    return list(read_samples(path)) if path.exists() else []
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def pack_microbatch(scored: Sequence[ScoredTrajectory]) -> PackedBatch:
         max_seqlen=max(lengths),
         loss_positions=loss_positions_N,
         scores=_concatenate_scores(scored),
-        token_weights=torch.ones(len(loss_positions_N)),
+        token_weights=torch.cat([(one.trajectory.policy_versions >= one.oldest_version).float() for one in scored]),
         policy_versions=torch.cat([trajectory.policy_versions for trajectory in trajectories]),
     )
 

@@ -37,9 +37,7 @@ class Conductor:
             leased by an earlier process are told apart by it.
     """
 
-    def __init__(
-        self, rules: ScheduleRules, stream: SampleStream, *, lease_seconds: float, incarnation: str = "0"
-    ) -> None:
+    def __init__(self, rules: ScheduleRules, stream: SampleStream, *, lease_seconds: float, incarnation: str) -> None:
         if not lease_seconds > 0:
             raise ValueError(f"lease_seconds = {lease_seconds} leaves no time to work; set it to more than 0")
         self.rules = rules
@@ -70,23 +68,37 @@ class Conductor:
 
     def worker_lost(self, worker: str) -> None:
         """The worker's process is gone, with its leases, the answers it wrote and the scores it holds."""
-        gone = self.workers.remove(worker)
-        if gone is None:
+        if self.workers.remove(worker) is None:
             return
         for entry in list(self.pool):
-            if entry.stage is Stage.UNSTARTED or worker not in (entry.writer, entry.scorer):
-                continue
-            if entry.stage is Stage.BATCHED:  # perhaps the trainer has it already; `return_batch` tells
-                if entry.writer == worker:
-                    entry.answer_lost, entry.writer = True, None
-                if entry.scorer == worker:
-                    entry.scores_lost, entry.scorer = True, None
-                continue
-            self.counters.lost += 1
             if entry.writer == worker:
-                self._renew(entry)
-            else:
-                self.pool.score_anew(entry)
+                entry.writer = None
+                self._lose_answer(entry)
+            elif entry.scorer == worker:
+                entry.scorer = None
+                self._lose_scores(entry)
+
+    def payload_lost(self, lease_id: str) -> None:
+        """Nobody can fetch what this lease led to, though its worker lives. One that no longer counts is passed over."""
+        for entry in list(self.pool):
+            if lease_id == entry.writer_lease:
+                self._lose_answer(entry)
+            elif lease_id == entry.scorer_lease:
+                self._lose_scores(entry)
+
+    def _lose_answer(self, entry: Entry) -> None:
+        if entry.stage is Stage.BATCHED:  # perhaps the trainer has it already; `return_batch` tells
+            entry.answer_lost = True
+        else:
+            self.counters.lost += 1
+            self._renew(entry)
+
+    def _lose_scores(self, entry: Entry) -> None:
+        if entry.stage is Stage.BATCHED:
+            entry.scores_lost = True
+        else:
+            self.counters.lost += 1
+            self._score_anew(entry)
 
     def expire(self, now: float) -> list[str]:
         """Lose the workers that have been silent for longer than `lease_seconds`, and name them."""
@@ -263,6 +275,11 @@ class Conductor:
         self._cancel(entry)
         self.pool.renew(entry)
 
+    def _score_anew(self, entry: Entry) -> None:
+        """The sample keeps its answer and is scored again."""
+        self.workers.cancel(entry.scorer, entry.scorer_lease)
+        self.pool.score_anew(entry)
+
     def _cancel(self, entry: Entry) -> None:
         """Whoever works on the sample or holds a part of it is told that it no longer counts."""
         self.workers.cancel(entry.writer, entry.writer_lease)
@@ -299,7 +316,7 @@ class Conductor:
             if entry.answer_lost:
                 self._renew(entry)
             elif entry.scores_lost:
-                self.pool.score_anew(entry)
+                self._score_anew(entry)
             else:
                 self.pool.move(entry, Stage.SCORED)
         self.batch = None

@@ -119,9 +119,12 @@ class ConductorService:
                         break
                     self._take(event)
                 self._serve()
+        except BaseException as error:
+            reason = f"the conductor failed: {type(error).__name__}: {error}"
+            raise
         finally:
             for name in list(self._port.peers):
-                self._port.send(name, wire.Stop(reason))
+                self._port.send(name, wire.Stop(reason[:2000]))
             self._port.close()
             self._store.close()
 
@@ -219,7 +222,9 @@ class ConductorService:
         self._store.release([f"cut-{self._num_cuts}"])
         self._num_cuts += 1
         key = f"cut-{self._num_cuts}"
-        self._store.put(key, JsonText.of(self._conductor.snapshot()), timeout=0.0)
+        stores = {worker: [address.endpoint, address.public_key] for worker, address in self._stores.items()}
+        told = {"schedule": self._conductor.snapshot(), "stores": stores}
+        self._store.put(key, JsonText.of(told), timeout=0.0)
         self._port.send(name, wire.Cut(self._store.address, key))
 
     def _report(self, name: str, message: wire.ReportRequest, now: float) -> None:
@@ -297,7 +302,7 @@ class ConductorService:
 
         shares = [batch.share(rank, self._num_ranks) for rank in range(self._num_ranks)]
         ranks = [[item(entry) for entry in share] for share in shares]
-        return wire.BatchAssignment(batch.version, batch.min_version, stores.addresses, ranks)
+        return wire.BatchAssignment(batch.version, max(0, batch.min_version), stores.addresses, ranks)
 
     def store_of(self, worker: str) -> Address:
         """Where a worker's payloads are fetched; its last known address if it has just left."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import Tensor
+
 from titan_opd.config.schema import RolloutConfig, ScheduleConfig
 from titan_opd.data import PromptStream
 from titan_opd.data.records import ScoredTrajectory
@@ -35,8 +39,9 @@ class SyncSchedule:
         self._clock = clock
         self._world = world
 
-    def next_batch(self) -> list[ScoredTrajectory]:
+    def next_batch(self, version: int) -> list[ScoredTrajectory]:
         """This process's share of the next `schedule.batch` samples, answered by the current version and scored."""
+        assert self.engine.policy_version == version, "the engine has not been given the newest weights"
         samples = self._world.share(self.prompts.take(self._batch))
         with self._clock.phase("rollout"):
             trajectories = self.engine.generate(samples, self._sampling, self._recording)
@@ -48,3 +53,10 @@ class SyncSchedule:
         if scored[0].scores.labels is None:
             self._clock.count_tokens("score", num_tokens)
         return scored
+
+    def publish(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Give the engine the weights of the next version, in place."""
+        self.engine.load_weights(named_weights, version)
+
+    def cut(self) -> None:
+        """Nothing is under way between two steps: the position of the prompts says all."""

@@ -1,0 +1,239 @@
+"""The trainer's end of a schedule with workers: asks for batches, fetches them, publishes weights, takes the cut."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from titan_opd.channel import Address, ChannelError, PayloadFetcher, PayloadStore, WorkerPort
+from titan_opd.channel import messages as wire
+from titan_opd.channel.wire import decode, encode
+from titan_opd.data.records import ScoredTrajectory, Trajectory
+from titan_opd.losses import TeacherScores
+from titan_opd.observe import PhaseClock
+from titan_opd.parallel import World
+from titan_opd.schedule.headers import CHECKPOINT
+from titan_opd.schedule.service import JsonText, checkpoint_keys
+from titan_opd.weights.stream import WeightPublisher
+
+_FETCH_SECONDS = 120.0
+_ANSWER_SECONDS = 120.0  # for an answer of the conductor that it gives at once
+
+
+@dataclass(frozen=True)
+class TrainerLink:
+    """What only the trainer's main process has.
+
+    Attributes:
+        port: the connection to the conductor.
+        weights: holds the published weights.
+        kept: holds the finished samples of the checkpoint that the run went on from.
+    """
+
+    port: WorkerPort
+    weights: PayloadStore
+    kept: PayloadStore
+
+
+@dataclass(frozen=True)
+class ScheduleCut:
+    """The schedule's part of a checkpoint.
+
+    Attributes:
+        state: of `Conductor.snapshot`.
+        samples: the finished, untrained samples that could be fetched, by number.
+    """
+
+    state: dict[str, Any]
+    samples: dict[int, ScoredTrajectory]
+
+
+class WorkerSchedule:
+    """Hands out one batch of scored answers per policy version, written and scored by workers.
+
+    All processes of the trainer make the same calls in the same order.
+
+    Args:
+        link: in the main process; None in the others.
+        fetcher: fetches this process's share of a batch from those who made it.
+        publisher: cuts the new weights into parts; has a store in the main process.
+        teacher_weight: [V, H_t] the output projection that dense scores are made with; None for sparse ones.
+        check: called while the trainer waits; raises when a worker process is beyond help.
+        clock, world: of the run.
+    """
+
+    def __init__(
+        self,
+        link: TrainerLink | None,
+        fetcher: PayloadFetcher,
+        publisher: WeightPublisher,
+        *,
+        teacher_weight: Tensor | None,
+        check: Callable[[], None],
+        clock: PhaseClock,
+        world: World,
+    ) -> None:
+        self.waiting: wire.Waiting | None = None  # what the conductor said last while the trainer waited
+        self._link = link
+        self._fetcher = fetcher
+        self._publisher = publisher
+        self._teacher_weight = teacher_weight
+        self._check = check
+        self._clock = clock
+        self._world = world
+
+    # ---- Training ----------------------------------------------------------------------------------------------------
+
+    def next_batch(self, version: int) -> list[ScoredTrajectory]:
+        """This process's share of the batch that the step at `version` trains, in the order of the samples' numbers.
+
+        Tokens older than the bound have weight 0 (`on_limit = "mask"`). A batch of which something was lost goes back,
+        and another one comes.
+
+        Raises:
+            ChannelError: the conductor is gone.
+        """
+        while True:
+            with self._clock.phase("wait"):
+                assignment = self._shared(lambda: self._ask(version))
+            with self._clock.phase("fetch"):
+                batch, lost = self._fetch(assignment)
+                all_lost = [one for share in self._world.gather(lost) for one in share]
+            if not all_lost:
+                self._clock.count_tokens("rollout", sum(len(one.trajectory.response_ids) for one in batch))
+                return batch
+            if self._link is not None:
+                for lease, reason in all_lost:
+                    self._link.port.send(wire.PayloadLost(lease, reason[:2000]))
+                self._link.port.send(wire.BatchReturned(version, all_lost[0][1][:2000]))
+
+    def _ask(self, version: int) -> wire.BatchAssignment:
+        assert self._link is not None
+        self._link.port.send(wire.NextBatch(version))
+        while True:
+            self._check()
+            message = self._link.port.receive(0.2)
+            if isinstance(message, wire.BatchAssignment):
+                self.waiting = None
+                return message
+            if isinstance(message, wire.Waiting):
+                self.waiting = message
+            elif message is not None:
+                self._hear(message)
+
+    def _fetch(self, assignment: wire.BatchAssignment) -> tuple[list[ScoredTrajectory], list[tuple[str, str]]]:
+        """This process's share, and what is lost of it: the lease of each payload and why."""
+        batch: list[ScoredTrajectory] = []
+        lost: list[tuple[str, str]] = []
+        for item in assignment.ranks[self._world.rank]:
+            try:
+                answer_store, scores_store = assignment.stores[item.answer_store], assignment.stores[item.scores_store]
+                one = self._fetch_sample(answer_store, item.answer, scores_store, item.scores, lost)
+            except ChannelError:
+                continue
+            batch.append(replace(one, oldest_version=assignment.min_version))
+        return batch, lost
+
+    def _fetch_sample(
+        self, answer_store: Address, answer: str, scores_store: Address, scores: str, lost: list[tuple[str, str]]
+    ) -> ScoredTrajectory:
+        def fetch(store: Address, key: str, record_type: type) -> Any:
+            try:
+                return self._fetcher.fetch(store, key, record_type, timeout=_FETCH_SECONDS)
+            except ChannelError as error:
+                lost.append((key, str(error)))
+                raise
+
+        trajectory = fetch(answer_store, answer, Trajectory)
+        teacher = fetch(scores_store, scores, TeacherScores)
+        if teacher.hidden is not None:
+            teacher = replace(teacher, lm_head_weight=self._teacher_weight)
+        return ScoredTrajectory(trajectory, teacher)
+
+    def publish(self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, trained: bool = True) -> None:
+        """The step is done: give the engines the weights of `version`.
+
+        Args:
+            named_weights: of the student, whole tensors; all processes walk through them.
+            version: the new one.
+            trained: False for the version that a run begins with, which no step has made.
+        """
+        num_parts = self._publisher.publish(named_weights, version)
+        if self._link is not None:
+            if trained:
+                self._link.port.send(wire.BatchTrained(version - 1))
+            self._link.port.send(wire.NewVersion(version, self._link.weights.address, num_parts))
+
+    # ---- The cut -----------------------------------------------------------------------------------------------------
+
+    def cut(self) -> ScheduleCut | None:
+        """The schedule at the end of the last trained step, in the main process; None in the others.
+
+        A finished sample whose payload has just been lost with its worker is left out: it starts anew.
+        """
+        if self._link is None:
+            return None
+        self._link.port.send(wire.CutRequest())
+        cut = self._await(wire.Cut)
+        told = self._fetcher.fetch(cut.store, cut.key, JsonText, timeout=_FETCH_SECONDS).value()
+        stores = {name: Address(*address) for name, address in told["stores"].items()}
+        samples = {}
+        for finished in told["schedule"]["scored"]:
+            number = finished["number"]
+            places = self._places(number, finished["where"], finished["scores_where"], stores)
+            with contextlib.suppress(ChannelError):
+                samples[number] = self._fetch_sample(*places, [])
+        return ScheduleCut(told["schedule"], samples)
+
+    def _places(
+        self, number: int, answer: str, scores: str, stores: dict[str, Address]
+    ) -> tuple[Address, str, Address, str]:
+        """The stores and keys of a finished sample's answer and scores."""
+        assert self._link is not None
+        if scores == CHECKPOINT:
+            answer_key, scores_key = checkpoint_keys(number)
+            return self._link.kept.address, answer_key, self._link.kept.address, scores_key
+        (writer, _, answer_lease), (scorer, _, scores_lease) = answer.partition("/"), scores.partition("/")
+        return stores[writer], answer_lease, stores[scorer], scores_lease
+
+    def _await(self, kind: type[wire.Message]) -> Any:
+        assert self._link is not None
+        end = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < end:
+            message = self._link.port.receive(0.2)
+            if isinstance(message, kind):
+                return message
+            if message is not None:
+                self._hear(message)
+        raise ChannelError(f"no {kind.__name__} within {_ANSWER_SECONDS:g} s", sender="conductor")
+
+    def report(self) -> dict[str, Any]:
+        """Who does what and who waits for whom; in the main process."""
+        assert self._link is not None
+        self._link.port.send(wire.ReportRequest())
+        return self._await(wire.Report).report
+
+    def _hear(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Release) and self._link is not None:
+            self._link.kept.release(message.leases)
+        elif isinstance(message, wire.Stop):
+            self._check()  # why it says so
+            raise ChannelError(f"it says Stop: {message.reason}", sender="conductor")
+
+    def _shared(self, action: Callable[[], wire.Message]) -> Any:
+        """What `action` returns in the main process, in all of them; an error there is one everywhere."""
+        result: bytes | str = ""
+        if self._link is not None:
+            try:
+                result = encode(action())
+            except (ChannelError, ValueError) as error:
+                result = str(error)
+        frame = self._world.gather(result)[0]
+        if isinstance(frame, str):
+            raise ChannelError(frame)
+        return decode([frame], "the main process")

@@ -1,0 +1,1 @@
+"""The roles of an asynchronous run: who writes, who scores, who conducts, and who starts them."""

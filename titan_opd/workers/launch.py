@@ -1,0 +1,298 @@
+"""Opens a schedule with workers: its conductor, its workers on this machine, and the trainer's end of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from titan_opd.assemble import Parts
+from titan_opd.channel import (
+    Address,
+    ChannelError,
+    InProcessTransport,
+    PayloadFetcher,
+    PayloadStore,
+    Transport,
+)
+from titan_opd.channel.keys import CONDUCTOR
+from titan_opd.checkpoint import write_file
+from titan_opd.config import Config
+from titan_opd.data.records import ScoredTrajectory
+from titan_opd.observe import PhaseClock
+from titan_opd.parallel import World
+from titan_opd.schedule import SyncSchedule
+from titan_opd.schedule.service import checkpoint_keys
+from titan_opd.schedule.trainer_end import ScheduleCut, TrainerLink, WorkerSchedule
+from titan_opd.weights import named_weights
+from titan_opd.weights.stream import WEIGHT_LIMITS, WeightPublisher
+from titan_opd.workers.connection import conductor_address, conductor_endpoint, open_transport
+from titan_opd.workers.roles import connect_trainer, serve_conductor, serve_rollout, serve_teacher
+from titan_opd.workers.supervisor import LocalWorker, Supervisor
+
+logger = logging.getLogger(__name__)
+WEIGHT_BUCKET_MB = 64.0
+RESTORE_FILE = "conductor.json"  # in the run's folder: what the conductor goes on from
+_LOCAL_ENDPOINT = "local://conductor"
+_JOIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a schedule goes on from.
+
+    Attributes:
+        state: of `Conductor.snapshot`.
+        samples: the finished samples that the checkpoint kept.
+    """
+
+    state: Mapping[str, Any]
+    samples: list[ScoredTrajectory]
+
+
+class _RoleThread(threading.Thread):
+    """A role in this process; its error is kept for the trainer."""
+
+    def __init__(self, thread_name: str, serve: Callable[..., None], /, *arguments: Any, **options: Any) -> None:
+        super().__init__(name=thread_name, daemon=True)
+        self.error: BaseException | None = None
+        self.stop = threading.Event()
+        self._serve = lambda: serve(*arguments, **options, stop=self.stop)
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self.error = error
+
+
+class Schedule(Protocol):
+    """Where the trainer's batches come from, and where its new weights go."""
+
+    def next_batch(self, version: int) -> list[ScoredTrajectory]:
+        """This process's share of the batch that the step at `version` trains."""
+
+    def publish(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """The step is done: these are the weights of `version`, the next one."""
+
+    def cut(self) -> ScheduleCut | None:
+        """What a checkpoint must keep of the schedule, beside the position of the prompts; in the main process."""
+
+
+@contextmanager
+def open_schedule(
+    config: Config,
+    parts: Parts,
+    world: World,
+    clock: PhaseClock,
+    *,
+    config_file: Path,
+    version: int,
+    continuation: Continuation | None,
+) -> Iterator[Schedule]:
+    """The running schedule of a configuration; everything it started has ended after the block.
+
+    Args:
+        config: of the run.
+        parts: the run's; its engine and scorer are those of a schedule in which nothing overlaps.
+        world: the trainer's processes, all of which enter together.
+        clock: of the run.
+        config_file: the resolved configuration on disk, for the worker processes.
+        version: the policy version to begin with.
+        continuation: what a schedule with workers goes on from; None: it begins.
+
+    Raises:
+        ValueError: an address is taken, keys are missing.
+        ChannelError: a role could not be started.
+    """
+    if config.schedule.mode == "sync" and config.rollout.placement == config.teacher.placement == "colocated":
+        yield SyncSchedule(
+            parts.prompts,
+            parts.engine,
+            parts.scorer,
+            recording=parts.recording,
+            schedule=config.schedule,
+            rollout=config.rollout,
+            clock=clock,
+            world=world,
+        )
+        return
+    with ExitStack() as resources:
+        launcher = _Launcher(config, parts, world, config_file, continuation, resources)
+        schedule = launcher.schedule(clock)
+        schedule.publish(named_weights(parts.student), version, trained=False)
+        yield schedule
+
+
+class _Launcher:
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        world: World,
+        config_file: Path,
+        continuation: Continuation | None,
+        resources: ExitStack,
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._world = world
+        self._config_file = config_file
+        self._continuation = continuation
+        self._resources = resources
+        self._threads: list[_RoleThread] = []
+        self._supervisor: Supervisor | None = None
+        placements = (config.rollout.placement, config.teacher.placement)
+        self._one_process = world.size == 1 and placements == ("colocated", "colocated") and not config.channel.address
+        self._endpoint = _LOCAL_ENDPOINT if self._one_process else conductor_endpoint(config)
+        self._transport: Transport
+        if self._one_process:
+            self._transport, self._address = InProcessTransport(), Address(_LOCAL_ENDPOINT)
+        else:
+            self._transport = open_transport(config, self._endpoint, member=CONDUCTOR)
+            self._address = conductor_address(config, self._endpoint, member=CONDUCTOR)
+
+    def schedule(self, clock: PhaseClock) -> WorkerSchedule:
+        config = self._config
+        if self._world.is_main:
+            self._start_conductor_and_workers()
+        self._start_colocated()
+        link = self._link() if self._world.is_main else None
+        publisher = WeightPublisher(
+            None if link is None else link.weights,
+            dtype=getattr(torch, config.rollout.dtype),
+            bucket_mb=WEIGHT_BUCKET_MB,
+        )
+        dense = config.objective.support == "dense"
+        teacher = self._parts.teacher
+        return WorkerSchedule(
+            link,
+            PayloadFetcher(self._transport, name=f"trainer-{self._world.rank}"),
+            publisher,
+            teacher_weight=teacher.lm_head_weight if dense and teacher is not None else None,
+            check=self._check,
+            clock=clock,
+            world=self._world,
+        )
+
+    # ---- Threads of this process -------------------------------------------------------------------------------------
+
+    def _start_colocated(self) -> None:
+        config, parts, rank = self._config, self._parts, self._world.rank
+        common = {"device": self._world.device}
+        arguments = (config, parts.common, self._transport, self._address)
+        if config.teacher.placement == "colocated":
+            name = f"teacher-in-{rank}"
+            self._start(_RoleThread(name, serve_teacher, *arguments, name=name, scorer=parts.scorer, **common))
+        if config.rollout.placement == "colocated":
+            name = f"rollout-in-{rank}"
+            self._start(_RoleThread(name, serve_rollout, *arguments, name=name, **common))
+
+    def _start(self, thread: _RoleThread) -> None:
+        self._threads.append(thread)
+        thread.start()
+        self._resources.callback(self._end, thread)
+
+    def _end(self, thread: _RoleThread) -> None:
+        thread.stop.set()
+        thread.join(_JOIN_SECONDS)
+        if thread.is_alive():
+            logger.warning("%s does not end within %g s", thread.name, _JOIN_SECONDS)
+
+    # ---- Other processes ---------------------------------------------------------------------------------------------
+
+    def _start_conductor_and_workers(self) -> None:
+        config = self._config
+        restore = None
+        if self._continuation is not None:
+            stored = [one.trajectory.sample.number for one in self._continuation.samples]
+            restore = {"state": dict(self._continuation.state), "stored": stored}
+        if self._one_process:
+            conductor = _RoleThread(
+                "conductor",
+                serve_conductor,
+                config,
+                self._parts.common,
+                self._transport,
+                self._endpoint,
+                num_ranks=1,
+                restore=restore,
+            )
+            self._start(conductor)
+            return
+        folder = self._config_file.parent
+        conductor = ["worker", "--role", "conductor", "--ranks", str(self._world.size)]
+        if restore is not None:
+            write_file(folder / RESTORE_FILE, json.dumps(restore))
+            conductor += ["--restore", str(folder / RESTORE_FILE)]
+        workers = [self._process("conductor", conductor, config.channel.cores, restarts=False)]
+        for role, section in (("rollout", config.rollout), ("teacher", config.teacher)):
+            for index in range(section.workers):
+                workers.append(
+                    self._process(
+                        f"{role}-{index}",
+                        ["worker", "--role", role],
+                        section.cores[index] if section.cores else "",
+                        device=section.devices[index] if section.devices else None,
+                    )
+                )
+        self._supervisor = Supervisor(folder, workers)
+        self._resources.callback(self._supervisor.close)
+
+    def _process(
+        self, name: str, arguments: list[str], cores: str, *, device: int | None = None, restarts: bool = True
+    ) -> LocalWorker:
+        own = ["--connect", self._endpoint, "--name", name, "--ends-with-parent", str(self._config_file)]
+        if cores:
+            own = ["--cores", cores, *own]
+        environment = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+        return LocalWorker(name, [*arguments, *own], environment=environment, restarts=restarts)
+
+    def _check(self) -> None:
+        """Raise what ended a role that the run cannot do without."""
+        for thread in self._threads:
+            if thread.error is not None:
+                raise thread.error
+        if self._supervisor is not None:
+            self._supervisor.check()
+
+    # ---- The trainer's end -------------------------------------------------------------------------------------------
+
+    def _link(self) -> TrainerLink:
+        try:
+            port = connect_trainer(self._config, self._parts.common, self._transport, self._address)
+        except ChannelError:
+            self._check()  # why the conductor is not there says more
+            raise
+        self._resources.callback(port.close)
+        kept = PayloadStore(self._transport, name="kept", capacity_bytes=self._kept_bytes(), consumer="the trainer")
+        self._resources.callback(kept.close)
+        for one in self._continuation.samples if self._continuation is not None else ():
+            answer, scores = checkpoint_keys(one.trajectory.sample.number)
+            kept.put(answer, one.trajectory, timeout=0.0)
+            kept.put(scores, one.scores, timeout=0.0)
+        weights = PayloadStore(
+            self._transport,
+            name="weights",
+            capacity_bytes=self._weight_bytes() * 3,
+            consumer="the rollout workers",
+            limits=WEIGHT_LIMITS,
+        )
+        self._resources.callback(weights.close)
+        return TrainerLink(port, weights, kept)
+
+    def _kept_bytes(self) -> int:
+        return int(self._config.channel.store_mb * 2**20)
+
+    def _weight_bytes(self) -> int:
+        """Of one version, with room for the gaps between its tensors."""
+        dtype = getattr(torch, self._config.rollout.dtype)
+        return sum(parameter.numel() * dtype.itemsize + 4096 for parameter in self._parts.student.parameters())

@@ -1,0 +1,100 @@
+"""A role as a process of its own: `titan-opd worker`."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import torch
+
+from titan_opd.assemble import read_common
+from titan_opd.channel import ChannelError, RefusedError
+from titan_opd.channel.keys import CONDUCTOR
+from titan_opd.config import Config
+from titan_opd.config.cores import parse_cores
+from titan_opd.workers.connection import WORKER, conductor_address, conductor_endpoint, open_transport
+from titan_opd.workers.roles import serve_conductor, serve_rollout, serve_teacher
+
+logger = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
+
+
+def run_worker(
+    config: Config,
+    *,
+    role: str,
+    endpoint: str | None = None,
+    name: str | None = None,
+    cores: str = "",
+    num_ranks: int = 1,
+    restore: Path | None = None,
+    ends_with_parent: bool = False,
+) -> int:
+    """Serve a run in one role until it ends.
+
+    Args:
+        config: the run's.
+        role: "rollout", "teacher" or "conductor".
+        endpoint: the conductor's; None: as the configuration says.
+        name: unique in the run; None: made of role, host and process.
+        cores: where this process may run; empty: anywhere.
+        num_ranks: of the trainer, for a conductor.
+        restore: the state that a conductor goes on from.
+        ends_with_parent: whether to end when the process that started this one does.
+
+    Returns:
+        The exit status: 0 when the run has ended, 1 when the conductor is lost.
+
+    Raises:
+        ValueError: the conductor does not take this worker, or a setting is wrong.
+    """
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s")
+    if ends_with_parent:
+        _end_with_parent()
+    allowed = parse_cores(cores, "--cores")
+    if allowed is not None:
+        _pin(allowed)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    if role == "teacher" and config.teacher.engine == "none":
+        raise ValueError("teacher.engine = 'none': this run has no teacher, so no worker of that role can join it")
+    endpoint = endpoint or conductor_endpoint(config)
+    transport = open_transport(config, endpoint, member=CONDUCTOR if role == "conductor" else WORKER)
+    common = read_common(config)
+    name = name or re.sub(r"[^A-Za-z0-9._-]", "-", f"{role}-{socket.gethostname()}-{os.getpid()}")[:64]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        if role == "conductor":
+            state = None if restore is None else json.loads(restore.read_text())
+            stop = threading.Event()
+            serve_conductor(config, common, transport, endpoint, num_ranks=num_ranks, restore=state, stop=stop)
+        else:
+            serve = serve_rollout if role == "rollout" else serve_teacher
+            serve(config, common, transport, conductor_address(config, endpoint), name=name, device=device)
+    except RefusedError as error:
+        raise ValueError(f"{name} cannot join the run: {error}") from error
+    except ChannelError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def _pin(cores: frozenset[int]) -> None:
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        there = sorted(os.sched_getaffinity(0))
+        raise ValueError(f"--cores {sorted(cores)}: this machine lets the process run on {there} ({error})") from error
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == 1:
+        raise ValueError("--ends-with-parent: the process that started this one has ended already")

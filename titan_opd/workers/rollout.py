@@ -1,0 +1,179 @@
+"""The rollout worker: takes leases, writes the answers, and follows the trainer's weights in between."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from titan_opd.channel import ChannelError, PayloadFetcher, PayloadStore, WorkerPort
+from titan_opd.channel import messages as wire
+from titan_opd.config.schema import SamplingConfig
+from titan_opd.data import Prompt, Sample, Trajectory
+from titan_opd.observe import trace
+from titan_opd.rollout import Recording
+from titan_opd.rollout.engine import StreamingEngine
+from titan_opd.weights.stream import fetch_weights
+
+logger = logging.getLogger(__name__)
+_IDLE_SECONDS = 0.05  # how long an empty engine waits for a message at a time
+_RETRY_SECONDS = 1.0  # after an update that could not be fetched
+_FETCH_SECONDS = 120.0  # for a part of the weights
+
+
+class RolloutWorker:
+    """Writes answers for a conductor until it says Stop.
+
+    Args:
+        engine: holds no version yet; the first one comes from the trainer.
+        port: the connection to the conductor.
+        fetcher: fetches the weights.
+        store: keeps the answers until they are trained.
+        prompts: as all roles of the run read them; a lease names a prompt by its index.
+        sampling, recording: how the answers are written and what is written down beside them.
+        finish_first: whether the engine finishes its answers before it takes new weights (`in_flight = "wait"`).
+    """
+
+    def __init__(
+        self,
+        engine: StreamingEngine,
+        port: WorkerPort,
+        fetcher: PayloadFetcher,
+        store: PayloadStore,
+        *,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        recording: Recording,
+        finish_first: bool,
+    ) -> None:
+        self._engine = engine
+        self._port = port
+        self._fetcher = fetcher
+        self._store = store
+        self._prompts = prompts
+        self._sampling = sampling
+        self._recording = recording
+        self._finish_first = finish_first
+        self._leases: dict[int, str] = {}  # the lease of each sample that is being written
+        self._undelivered: deque[tuple[str, Trajectory]] = deque()  # for which the store has no room
+        self._asked = 0  # leases that were asked for and have not come
+        self._update: wire.NewVersion | None = None  # the newest that the engine does not have
+        self._next_try = 0.0
+        self._stopped = False
+
+    def run(self, stop: threading.Event | None = None) -> None:
+        """Work until the conductor says Stop or `stop` is set.
+
+        Raises:
+            RefusedError: the conductor does not take what this worker says.
+            ChannelError: the conductor is gone.
+        """
+        while not self._stopped and not (stop is not None and stop.is_set()):
+            self._listen()
+            self._take_update()
+            if self._is_writing and self._engine.is_serving:
+                with trace.span("rollout", running=self._engine.num_running):
+                    for trajectory in self._engine.step():
+                        self._finish(trajectory)
+            self._deliver()
+            self._ask()
+        self._port.close()
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._engine.num_running + self._engine.num_waiting > 0
+
+    def _listen(self) -> None:
+        message = self._port.receive(0.0 if self._is_writing else _IDLE_SECONDS)
+        while message is not None:
+            self._hear(message)
+            message = self._port.receive(0.0)
+
+    def _hear(self, message: wire.Message) -> None:
+        match message:
+            case wire.SampleLeases(leases=leases):
+                self._asked = max(0, self._asked - len(leases))
+                samples = [Sample(one.number, one.epoch, one.repeat, self._prompts[one.prompt]) for one in leases]
+                self._leases.update({one.number: one.lease for one in leases})
+                self._engine.submit(samples, self._sampling, self._recording)
+            case wire.LeasesCancelled(leases=leases) | wire.Release(leases=leases):
+                self._forget(set(leases))
+            case wire.NewVersion():
+                self._update, self._next_try = message, 0.0
+            case wire.Stop():
+                self._stopped = True
+            case wire.Report():
+                pass
+
+    def _forget(self, leases: set[str]) -> None:
+        numbers = [number for number, lease in self._leases.items() if lease in leases]
+        self._engine.cancel(numbers)
+        for number in numbers:
+            del self._leases[number]
+        self._undelivered = deque(pair for pair in self._undelivered if pair[0] not in leases)
+        self._store.release(leases)
+
+    # ---- Weights -----------------------------------------------------------------------------------------------------
+
+    def _take_update(self) -> None:
+        """Take the newest weights, at once or when the engine is empty."""
+        update = self._update
+        if update is None or time.monotonic() < self._next_try or (self._finish_first and self._is_writing):
+            return
+        weights = fetch_weights(self._fetcher, update.store, update.version, update.num_parts, timeout=_FETCH_SECONDS)
+        try:
+            with trace.span("weight update", version=update.version):
+                self._engine.load_weights(weights, update.version)
+        except ChannelError as error:
+            # The trainer may have forgotten this version: a newer one is on its way. Or it is gone: the port will tell.
+            logger.warning("the weights of version %d could not be fetched: %s", update.version, error)
+            self._next_try = time.monotonic() + _RETRY_SECONDS
+            if not self._engine.is_serving:
+                self._drop_all()
+                self._port.send(wire.EngineFailed(str(error)[:2000]))
+            return
+        self._update = None
+        self._port.send(wire.EngineVersion(update.version))
+
+    def _drop_all(self) -> None:
+        """What was being written cannot be finished: the conductor gives these samples out anew."""
+        self._engine.cancel(list(self._leases))
+        self._leases.clear()
+        self._asked = 0
+
+    # ---- Answers -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, trajectory: Trajectory) -> None:
+        lease = self._leases.pop(trajectory.sample.number)
+        self._undelivered.append((lease, trajectory))
+
+    def _deliver(self) -> None:
+        """Announce what is written and fits the store; the rest waits, and nothing new is asked for meanwhile."""
+        while self._undelivered:
+            lease, trajectory = self._undelivered[0]
+            if not self._store.has_room_for(trajectory):
+                return
+            num_bytes = self._store.put(lease, trajectory, timeout=0.0)
+            self._undelivered.popleft()
+            versions = trajectory.policy_versions
+            self._port.send(
+                wire.RolloutDone(
+                    lease,
+                    first_version=int(versions[0]),
+                    last_version=int(versions[-1]),
+                    num_tokens=len(trajectory.response_ids),
+                    finish_reason=trajectory.finish_reason,
+                    num_bytes=num_bytes,
+                )
+            )
+
+    def _ask(self) -> None:
+        waits_for_update = self._finish_first and self._update is not None
+        if self._undelivered or waits_for_update or not self._engine.is_serving:
+            return
+        free = self._engine.free_capacity
+        if free > self._asked:
+            self._port.send(wire.WantSamples(free))
+            self._asked = free

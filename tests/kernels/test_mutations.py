@@ -1,4 +1,4 @@
-"""The checks would notice: a fault planted in a copy of the CUDA kernels makes a check of tests/kernels/standalone fail.
+"""The checks would notice: each fault planted in a copy of the CUDA kernels fails a check of tests/kernels/standalone.
 
 Every barrier of every kernel is removed once, without a list. The other faults are in `FAULTS`, by the text that they
 replace; text that is no longer there is an error, so that a fault is never planted nowhere.

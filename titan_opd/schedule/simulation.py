@@ -136,7 +136,7 @@ class _Simulation:
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = itertools.count()
-        self._conductor = Conductor(rules, _Numbers(), lease_seconds=float("inf"))
+        self._conductor = Conductor(rules, _Numbers(), lease_seconds=float("inf"), incarnation="")
         self._engines = [
             SimulatedEngine(f"rollout-{i}", cluster.slots, cluster.decode_seconds, cluster.decode_seconds_per_row)
             for i in range(cluster.num_rollout)

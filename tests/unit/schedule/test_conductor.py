@@ -266,6 +266,33 @@ def test_an_answer_that_died_is_written_again_and_its_scores_are_forgotten():
     assert numbers(start(conductor, engine="f")) == [0, 1]
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_payload_that_cannot_be_fetched_is_made_again(scored):
+    conductor = with_workers(make_conductor(max_staleness=0))
+    leases = start(conductor)
+    for lease in leases:
+        conductor.rollout_done("e", lease.id, AnswerHeader(0, 0, 5, "x"), 0.0)
+    if scored:
+        score(conductor)
+    conductor.payload_lost(leases[1].id)
+    assert conductor.heartbeat("e", 0.0).cancelled == (leases[1].id,)
+    assert conductor.heartbeat("t", 0.0).cancelled == (("0:3",) if scored else ())
+    assert numbers(start(conductor)) == [1]
+    conductor.payload_lost(leases[1].id)  # is old news
+    assert conductor.counters.lost == 1
+
+
+def test_scores_that_cannot_be_fetched_come_back_with_the_batch():
+    conductor = with_workers(make_conductor(max_staleness=0))
+    finish(conductor, start(conductor))
+    conductor.next_batch(0, 0.0)
+    conductor.payload_lost("0:2")
+    conductor.return_batch(0)
+    assert conductor.heartbeat("t", 0.0).cancelled == ("0:2",)
+    assert numbers(conductor.lease_scoring("t", 100, 0.0)) == [0]
+    assert conductor.next_batch(0, 0.0).finished == 1
+
+
 def test_a_trained_batch_names_the_payloads_that_may_go():
     conductor = with_workers(make_conductor(max_staleness=0))
     finish(conductor, start(conductor))
@@ -377,7 +404,7 @@ def test_results_of_a_former_process_do_not_count():
 def test_a_stream_that_others_have_drawn_from_is_refused():
     stream = make_stream()
     stream.take(3)
-    conductor = with_workers(Conductor(ScheduleRules(2), stream, lease_seconds=10.0))
+    conductor = with_workers(Conductor(ScheduleRules(2), stream, lease_seconds=10.0, incarnation="0"))
     with pytest.raises(ValueError, match="stands at sample 3 and the schedule at 0"):
         start(conductor)
 
@@ -425,7 +452,7 @@ def test_the_report_tells_who_waits_for_whom():
 def test_what_cannot_be_true_is_refused():
     conductor = with_workers(make_conductor())
     with pytest.raises(ValueError, match="lease_seconds = 0"):
-        Conductor(ScheduleRules(1), make_stream(), lease_seconds=0)
+        Conductor(ScheduleRules(1), make_stream(), lease_seconds=0, incarnation="0")
     with pytest.raises(ValueError, match="role 'cook'"):
         conductor.register("x", "cook", 0.0)
     with pytest.raises(ValueError, match="registered as teacher"):

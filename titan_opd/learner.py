@@ -16,6 +16,7 @@ from titan_opd.config.schema import OptimizerConfig
 from titan_opd.data.records import PackedBatch
 from titan_opd.losses import DistillationOutput, binding_squares, distillation_loss, m2po_bound, policy_logprobs
 from titan_opd.models import Decoder, PackedAttention
+from titan_opd.observe import trace
 from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
 from titan_opd.parallel import World, reshard, return_freed_memory, whole_tensor
 
@@ -156,15 +157,16 @@ class Learner:
         bound = self._m2po_bound(batches)
         outputs = []
         for batch in equalize(batches, self._world):
-            output = self.model(
-                batch.to(self._world.device),
-                self._objective,
-                num_tokens=max(num_tokens, 1),
-                current_version=current_version,
-                generator=generator,
-                m2po_bound=bound,
-            )
-            output.loss.backward()
+            with trace.span("forward-backward", tokens=len(batch.input_ids)):
+                output = self.model(
+                    batch.to(self._world.device),
+                    self._objective,
+                    num_tokens=max(num_tokens, 1),
+                    current_version=current_version,
+                    generator=generator,
+                    m2po_bound=bound,
+                )
+                output.loss.backward()
             outputs.append(output)
         grad_norm = whole_tensor(clip_gradients(self.model.parameters(), self._config.max_grad_norm)).item()
         if not math.isfinite(grad_norm):  # going on would overwrite the last good checkpoints with NaN
@@ -173,8 +175,9 @@ class Learner:
                 f"{rate:.3g}; lower optimizer.learning_rate, and begin again from a checkpoint as student.path"
             )
         first_step = not self.optimizer.state
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with trace.span("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         if first_step:
             return_freed_memory()
         self.steps_taken += 1

@@ -96,7 +96,9 @@ def merge_trace(run_directory: Path | str, say: Callable[[str], object] = print)
     read = [_read(path) for path in sorted(folder.glob("*.jsonl"))]
     sources = sorted((source for source in read if source is not None), key=_order)
     if not sources:
-        raise ValueError(f"{folder} has no events of any process; is this a run's folder, and was it run with a tracer?")
+        raise ValueError(
+            f"{folder} has no events of any process; is this a run's folder, and did it run with a tracer?"
+        )
     shifts_ns, clock_notices = _shifts(sources)
     starts = [source.process.ns + _offset(source) + shift for source, shift in zip(sources, shifts_ns, strict=True)]
     notices = clock_notices + [notice for source in sources for notice in _notices(source)]

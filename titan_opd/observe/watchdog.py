@@ -112,8 +112,9 @@ class Watchdog:
             self._file = self.path.open("a")
         self._previous = signal.signal(_SIGNAL, self._raise)
         self.progress("start")
-        self._arm_for_stall()
         self._thread.start()
+        with self._lock:
+            self._arm_for_stall()
         return self
 
     def __exit__(
@@ -138,7 +139,8 @@ class Watchdog:
             self._previous(number, frame)
 
     def _arm_for_stall(self) -> None:
-        self._arm(self._stall_seconds + self._grace_seconds)
+        if self._thread.is_alive() and not self._closing.is_set():  # a pause may begin earlier or end later
+            self._arm(self._stall_seconds + self._grace_seconds)
 
     def _arm(self, seconds: float) -> None:
         """Let faulthandler end the process unless it is armed anew within this time."""

@@ -71,6 +71,19 @@ def stall(folder, log, how):
         sys.exit(7)
 
 
+def outlive_the_watchdog(folder):
+    """A pause that begins before the watchdog and one that ends after it."""
+    watchdog = Watchdog(folder, 0.2, collect=_state_without_workers, grace_seconds=0.2)
+    with watchdog.paused("start"):
+        pass
+    pause = watchdog.paused("evaluation")
+    with watchdog:
+        pause.__enter__()
+    pause.__exit__(None, None, None)
+    time.sleep(1.0)
+    sys.exit(7)
+
+
 def offer_and_sleep(folder, ready):
     with offer_stacks(folder, "teacher", 4):
         a_place_that_the_stacks_name(ready)

@@ -22,13 +22,13 @@ PLENTY = 1 << 40
 def conductor():
     prompts = [make_prompt(f"p{i}", [i]) for i in range(4)]
     stream = PromptStream(prompts, shuffle=False, seed=0, samples_per_prompt=1)
-    return Conductor(ScheduleRules(2, 1, "async"), stream, lease_seconds=LEASE_SECONDS)
+    return Conductor(ScheduleRules(2, 1, "async"), stream, lease_seconds=LEASE_SECONDS, incarnation="0")
 
 
 def causes(conductor, now):
     """What is said of the conductor's state after a way over the wire."""
     report = json.loads(json.dumps(conductor.report(now).as_dict()))
-    state = RunState.from_schedule(report, max_staleness=1, lease_seconds=LEASE_SECONDS)
+    state = RunState.from_schedule(report, max_staleness=1, lease_seconds=LEASE_SECONDS, incarnation="0")
     report = StallReport(Path("runs/a"), 300.0, {"step": 300.0}, PLENTY, state)
     text = " ".join(report_text(report).split())  # whatever the state, it can be shown
     assert " ".join(f"1. {diagnose(report)[0]}".split()) in text

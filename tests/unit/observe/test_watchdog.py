@@ -76,6 +76,7 @@ def test_a_process_whose_interpreter_is_held_is_ended(tmp_path):
     assert "_lock_twice" in report
 
 
+@pytest.mark.slow  # it sleeps
 def test_progress_and_pauses_keep_it_quiet(tmp_path):
     with Watchdog(tmp_path, 2.0, collect=nothing_to_tell) as watchdog:
         done = threading.Event()
@@ -95,6 +96,13 @@ def test_progress_and_pauses_keep_it_quiet(tmp_path):
             time.sleep(3.0)
     assert not (tmp_path / "watchdog.txt").exists()
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+def test_a_pause_that_outlives_the_watchdog_ends_nothing(tmp_path):
+    process = children.start(children.outlive_the_watchdog, tmp_path)
+    process.join(LONGEST)
+    assert process.exitcode == 7
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_report_that_fails_or_hangs_does_not_keep_the_run(tmp_path, monkeypatch):

@@ -236,6 +236,14 @@ COUNT = 10_000
 MANY = 250  # leases a message
 
 
+def wait_for_stop(worker):
+    released = 0
+    while not isinstance(message := worker.receive(1000.0), m.Stop):
+        released += len(message.leases)
+    assert released == COUNT
+    worker.close()
+
+
 def write_many(endpoint):
     worker = connect(endpoint)
     written = 0
@@ -244,8 +252,7 @@ def write_many(endpoint):
         for lease in worker.receive(PATIENCE).leases:
             worker.send(m.RolloutDone(lease.lease, 3, 4, 8000, "length", 1_600_000))
             written += 1
-    assert isinstance(worker.receive(1000.0), m.Stop)
-    worker.close()
+    wait_for_stop(worker)
 
 
 def score_many(endpoint):
@@ -256,13 +263,11 @@ def score_many(endpoint):
         for lease in worker.receive(PATIENCE).leases:
             worker.send(m.ScoringDone(lease.lease, 6_400_000))
             scored += 1
-    assert isinstance(worker.receive(1000.0), m.Stop)
-    worker.close()
+    wait_for_stop(worker)
 
 
 def test_ten_thousand_trajectories_cost_at_most_a_kilobyte_of_headers_each(conductor, start):
-    start(write_many, conductor.address.endpoint)
-    start(score_many, conductor.address.endpoint)
+    workers = [start(function, conductor.address.endpoint) for function in (write_many, score_many)]
     store = Address("tcp://10.20.30.40:43210", "k" * 40)
     leased, written, scored, wanted = 0, [], [], 0
     while len(scored) < COUNT:
@@ -294,6 +299,9 @@ def test_ten_thousand_trajectories_cost_at_most_a_kilobyte_of_headers_each(condu
         conductor.send(name, m.Stop("done"))
     while conductor.peers:
         conductor.receive(0.05)
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
     assert not any(name.startswith("refused") for name in conductor.counters)
     total = conductor.counters["bytes_received"] + conductor.counters["bytes_sent"]  # heartbeats included

@@ -20,11 +20,9 @@ from titan_opd.channel.messages import (
     Refused,
     Role,
     Welcome,
-    decode,
-    encode,
-    protocol_of_hello,
 )
 from titan_opd.channel.transport import Received, Transport
+from titan_opd.channel.wire import decode, encode, protocol_of_hello
 
 logger = logging.getLogger(__name__)
 # Between this and MAX_HEADER_BYTES a message is refused politely; above, the transport cuts its sender off.
@@ -138,6 +136,7 @@ class ConductorPort:
         self._peers: dict[str, _Peer] = {}
         self._events: deque[Event] = deque()
         self._next_sweep = time.monotonic()
+        self._last_listened = time.monotonic()
 
     @property
     def peers(self) -> dict[str, Hello]:
@@ -146,7 +145,13 @@ class ConductorPort:
 
     def receive(self, timeout: float) -> Event | None:
         """The next event; None when there is none within `timeout` seconds. Call it often: it also keeps the beat."""
-        end = time.monotonic() + timeout
+        self._excuse_absence()
+        try:
+            return self._next_event(time.monotonic() + timeout)
+        finally:
+            self._last_listened = time.monotonic()
+
+    def _next_event(self, end: float) -> Event | None:
         while True:
             self._sweep()
             if self._events:
@@ -299,6 +304,13 @@ class ConductorPort:
                 self._drop(name, peer.leaving or f"silent for {now - peer.last_heard:.1f} s")
             else:
                 self.send(name, Heartbeat(0.0))
+
+    def _excuse_absence(self) -> None:
+        """While nobody called `receive`, what the workers said could not be heard: it is not their silence."""
+        absence = time.monotonic() - self._last_listened
+        if absence > self._limits.heartbeat_seconds:
+            for peer in self._peers.values():
+                peer.last_heard += absence
 
     def _drop_leaving(self) -> None:
         for name, peer in list(self._peers.items()):

@@ -20,10 +20,9 @@ from titan_opd.channel.messages import (
     Message,
     Refused,
     Welcome,
-    decode,
-    encode,
 )
 from titan_opd.channel.transport import Dialer, Transport
+from titan_opd.channel.wire import decode, encode
 
 _QUEUE_LENGTH = 64
 

@@ -15,6 +15,7 @@ from tests.unit.channel.ends import PATIENCE, Ends, make_hello, next_said
 from titan_opd.channel import PayloadFetcher, PayloadStore
 from titan_opd.channel import messages as m
 from titan_opd.channel.conductor_port import CUT_OFF_BYTES
+from titan_opd.channel.wire import decode, encode
 from titan_opd.losses import TeacherScores
 
 
@@ -40,7 +41,7 @@ def goes_on(conductor, worker, number):
     assert set(conductor.peers) == {"rollout-0"}
 
 
-VALID = [m.encode(message) for message in (make_hello(protocol=2), m.WantSamples(3), m.Heartbeat(0.0), m.Stop("x"))]
+VALID = [encode(message) for message in (make_hello(protocol=2), m.WantSamples(3), m.Heartbeat(0.0), m.Stop("x"))]
 damaged = st.builds(
     lambda frame, position, flip: frame[: position % len(frame)] + bytes([flip]) + frame[position % len(frame) + 1 :],
     st.sampled_from(VALID),
@@ -70,7 +71,7 @@ def test_garbage_is_refused_and_the_good_worker_goes_on(scene, garbage):
         while refusals(conductor) < before + len(garbage):  # each is counted
             conductor.receive(0.01)
         assert stranger.poll(round(PATIENCE * 1000))
-        assert isinstance(m.decode(stranger.recv_multipart(), "conductor"), m.Refused)
+        assert isinstance(decode(stranger.recv_multipart(), "conductor"), m.Refused)
     goes_on(conductor, worker, before)
 
 

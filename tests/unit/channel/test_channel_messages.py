@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.channel.ends import make_hello
 from titan_opd.channel import Address, ChannelError
 from titan_opd.channel import messages as m
-from titan_opd.channel.messages import decode, encode, protocol_of_hello
+from titan_opd.channel.wire import decode, encode, protocol_of_hello
 
 LONG = (1 << 63) - 1
 LEASE = "x" * 32
@@ -45,6 +45,9 @@ LARGEST = {
         9, 7, [ADDRESS] * 256, [[m.BatchItem(1 << 32, 255, "a:12345678", 255, "b:12345678", 1 << 16)] * 64] * 64
     ),
     "trained": m.BatchTrained(9),
+    "new_version": m.NewVersion(9, ADDRESS, 12),
+    "cut_request": m.CutRequest(),
+    "cut": m.Cut(ADDRESS, LEASE),
     "batch_returned": m.BatchReturned(9, "lost"),
     "report_request": m.ReportRequest(),
     "report": m.Report({"version": 3, "waiting": None, "workers": [{"name": "w", "silent": 0.5}]}),

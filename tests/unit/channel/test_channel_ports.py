@@ -22,6 +22,7 @@ from titan_opd.channel import (
 from titan_opd.channel import messages as m
 from titan_opd.channel.conductor_port import CUT_OFF_BYTES
 from titan_opd.channel.transport import QUEUE_LENGTH
+from titan_opd.channel.wire import decode, encode
 
 LEASES = m.SampleLeases([m.SampleLease("a:1", 17, 0, 1, 5, 2)])
 
@@ -153,16 +154,28 @@ def test_a_silent_worker_leaves_and_hears_of_it_when_it_speaks_again(ends):
     dialer = ends.of_workers.dial(conductor.address, max_frame_bytes=CUT_OFF_BYTES)
     ends.callback(dialer.close)
     dialer.wait_connected(PATIENCE)
-    dialer.send([m.encode(make_hello(name="mute"))])
+    dialer.send([encode(make_hello(name="mute"))])
     assert isinstance(next_event(conductor, Left), Left)
     assert conductor.peers == {}
-    dialer.send([m.encode(m.WantSamples(1))])
+    dialer.send([encode(m.WantSamples(1))])
     while not conductor.counters["refused.unexpected"]:
         conductor.receive(0.05)
     answers = []
     while not any(isinstance(answer, m.Refused) for answer in answers):
-        answers.append(m.decode(dialer.receive(PATIENCE), "conductor"))
+        answers.append(decode(dialer.receive(PATIENCE), "conductor"))
     assert "connect anew" in answers[-1].reason
+
+
+def test_a_conductor_that_was_busy_takes_nobody_for_silent(ends):
+    conductor = ends.conductor(structs_replace(QUICK, silence_seconds=0.5))
+    dialer = ends.of_workers.dial(conductor.address, max_frame_bytes=CUT_OFF_BYTES)
+    ends.callback(dialer.close)
+    dialer.wait_connected(PATIENCE)
+    dialer.send([encode(make_hello())])
+    next_event(conductor, Joined)
+    dialer.send([encode(m.WantSamples(1))])
+    time.sleep(0.6)
+    assert next_said(conductor, m.WantSamples) == m.WantSamples(1)
 
 
 def test_a_conductor_that_falls_silent_is_an_error_at_the_worker(ends):
@@ -221,7 +234,7 @@ def test_a_worker_that_does_not_read_leaves_and_costs_bounded_memory(ends):
     dialer = ends.of_workers.dial(conductor.address, max_frame_bytes=CUT_OFF_BYTES)
     ends.callback(dialer.close)
     dialer.wait_connected(PATIENCE)
-    dialer.send([m.encode(make_hello(name="deaf"))])
+    dialer.send([encode(make_hello(name="deaf"))])
     next_event(conductor, Joined)
     full = m.Release(["x" * 32] * m.MAX_ITEMS)
     sent = 0
@@ -281,7 +294,7 @@ def test_the_hello_of_another_protocol_gets_the_reason_whatever_else_it_says(end
     dialer.send([msgpack.encode({"type": "Hello", "protocol": 2, "package_version": "9.9", "mood": "good"})])
     while not conductor.counters["refused.other_version"]:
         conductor.receive(0.05)
-    answer = m.decode(dialer.receive(PATIENCE), "conductor")
+    answer = decode(dialer.receive(PATIENCE), "conductor")
     assert f"it has titan_opd 9.9 with protocol 2, the conductor {titan_opd.__version__}" in answer.reason
 
 

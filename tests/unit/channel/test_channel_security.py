@@ -23,7 +23,8 @@ from titan_opd.channel import (
 )
 from titan_opd.channel.addresses import check_address, needs_keys
 from titan_opd.channel.keys import main
-from titan_opd.channel.messages import WantSamples, encode
+from titan_opd.channel.messages import WantSamples
+from titan_opd.channel.wire import encode
 from titan_opd.losses import TeacherScores
 
 # ---- Addresses -------------------------------------------------------------------------------------------------------

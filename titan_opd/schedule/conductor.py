@@ -321,22 +321,6 @@ class Conductor:
                 self.pool.move(entry, Stage.SCORED)
         self.batch = None
 
-    def payload_lost(self, lease_id: str) -> None:
-        """Whoever needs the payload that this lease led to could not fetch it: what depends on it starts anew."""
-        for entry in list(self.pool):
-            is_answer = lease_id == entry.writer_lease and entry.answer is not None
-            is_scores = lease_id == entry.scorer_lease and entry.scores_where != ""
-            if not (is_answer or is_scores):
-                continue
-            if entry.stage is Stage.BATCHED:
-                entry.answer_lost, entry.scores_lost = entry.answer_lost or is_answer, entry.scores_lost or is_scores
-                continue
-            self.counters.lost += 1
-            if is_answer:
-                self._renew(entry)
-            else:
-                self.pool.score_anew(entry)
-
     def _batch_of(self, version: int) -> Batch:
         self._check_version(version)
         if self.batch is None:

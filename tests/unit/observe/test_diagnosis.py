@@ -28,7 +28,7 @@ def conductor():
 def causes(conductor, now):
     """What is said of the conductor's state after a way over the wire."""
     report = json.loads(json.dumps(conductor.report(now).as_dict()))
-    state = RunState.from_schedule(report, max_staleness=1, lease_seconds=LEASE_SECONDS, incarnation="0")
+    state = RunState.from_schedule(report, max_staleness=1, lease_seconds=LEASE_SECONDS)
     report = StallReport(Path("runs/a"), 300.0, {"step": 300.0}, PLENTY, state)
     text = " ".join(report_text(report).split())  # whatever the state, it can be shown
     assert " ".join(f"1. {diagnose(report)[0]}".split()) in text

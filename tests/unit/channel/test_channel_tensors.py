@@ -93,7 +93,7 @@ def bits(tensor):
     return torch.frombuffer(bytearray(flat.clone().untyped_storage()), dtype=torch.uint8) if flat.numel() else flat
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trajectories, scores, st.booleans())
 def test_a_scored_trajectory_arrives_bit_by_bit(trajectory, teacher_scores, over_the_wire):
     record = ScoredTrajectory(trajectory, teacher_scores)

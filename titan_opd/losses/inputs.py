@@ -6,6 +6,7 @@ Shape suffixes: N rows (response tokens).
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,14 @@ from titan_opd.losses.teacher_logits import TeacherLogits
 from titan_opd.losses.vocab_parallel import VocabShard, product_dtype
 
 
+class HeadOptions(TypedDict, total=False):
+    """How logits are computed, whatever the objective; `distillation_loss` says what each option is."""
+
+    vocab_size: int | None
+    tp_group: dist.ProcessGroup | None
+    logits_chunk_mb: float
+
+
 def build_inputs(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -29,9 +38,9 @@ def build_inputs(
     num_tokens: float | None = None,
     policy_versions: Tensor | None = None,
     current_version: int | None = None,
-    vocab_size: int | None,
-    tp_group: dist.ProcessGroup | None,
-    logits_chunk_mb: float,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    logits_chunk_mb: float = 256.0,
 ) -> tuple[HeadInputs, TeacherLogits | None]:
     """What the loss head works on, and for the dense support the teacher's logits; arguments as `distillation_loss`.
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titan_opd.config.objective import Objective
 from titan_opd.losses.candidate_route import logits_below_max, student_rows
 from titan_opd.losses.head import HeadInputs
-from titan_opd.losses.inputs import build_inputs
+from titan_opd.losses.inputs import HeadOptions, build_inputs
 from titan_opd.losses.policy import PolicyGradient, m2po_bound
 from titan_opd.losses.rows import StudentRows
 from titan_opd.losses.scores import TeacherScores
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def policy_logprobs(
@@ -29,10 +32,7 @@ def policy_logprobs(
     objective: Objective,
     scores: TeacherScores,
     token_weights: Tensor,
-    *,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    logits_chunk_mb: float = 256.0,
+    **options: Unpack[HeadOptions],
 ) -> Tensor:
     """The present student's log-probabilities of `scores.ids`: `proximal_logprobs` for the optimizer steps to come.
 
@@ -45,16 +45,7 @@ def policy_logprobs(
     needs = Objective(
         "policy_gradient", support=objective.support, temperature=objective.temperature, correction="none"
     )  # of the scores no more than their ids
-    inputs, _ = build_inputs(
-        hidden,
-        lm_head_weight,
-        needs,
-        scores,
-        token_weights,
-        vocab_size=vocab_size,
-        tp_group=tp_group,
-        logits_chunk_mb=logits_chunk_mb,
-    )
+    inputs, _ = build_inputs(hidden, lm_head_weight, needs, scores, token_weights, **options)
     loss = PolicyGradient(needs)
     active_NK = _sweep(inputs, loss, loss.policy_logprobs)
     return active_NK.new_zeros(scores.ids.shape).index_copy(0, inputs.row_numbers, active_NK)
@@ -66,10 +57,7 @@ def binding_squares(
     objective: Objective,
     scores: TeacherScores,
     token_weights: Tensor,
-    *,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    logits_chunk_mb: float = 256.0,
+    **options: Unpack[HeadOptions],
 ) -> Tensor:
     """The squared log-ratios of those samples whose clip would bind, for `m2po_bound` of a whole optimizer step.
 
@@ -78,16 +66,8 @@ def binding_squares(
     Returns:
         One number for each such sample in the rows of non-zero weight.
     """
-    inputs, _ = build_inputs(
-        hidden,
-        lm_head_weight,
-        replace(objective, staleness_discount=1.0),  # weights rows, and says nothing about the bound
-        scores,
-        token_weights,
-        vocab_size=vocab_size,
-        tp_group=tp_group,
-        logits_chunk_mb=logits_chunk_mb,
-    )
+    undiscounted = replace(objective, staleness_discount=1.0)  # it weights rows, and says nothing about the bound
+    inputs, _ = build_inputs(hidden, lm_head_weight, undiscounted, scores, token_weights, **options)
     squares_NK = _binding_squares(inputs, objective)
     return squares_NK[squares_NK.isfinite()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from titan_opd.schedule.headers import Orders
@@ -58,7 +58,7 @@ class Workers:
         self._num_leases = 0
         self._workers: dict[str, Worker] = {}
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
     def add(self, name: str, role: str, teachers: Sequence[str], now: float) -> None:

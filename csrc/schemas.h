@@ -38,6 +38,10 @@ void define_operators(Library& library) {
       "topk_logprobs(Tensor logits, int k, int vocab_start=0, int? vocab_size=None, Tensor? inverse_temperature=None,"
       " str? isa=None)"
       " -> (Tensor ids, Tensor values, Tensor max, Tensor sum_exp, Tensor tail_max, Tensor tail_sum_exp)");
+  // titan_opd/ops/gumbel_sample.py
+  library.def(
+      "gumbel_sample(Tensor logits, Tensor keys, int num_samples, int vocab_start=0, int? vocab_size=None,"
+      " Tensor? inverse_temperature=None, str? isa=None) -> (Tensor ids, Tensor scores, Tensor values)");
 }
 
 }  // namespace titan_opd

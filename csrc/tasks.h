@@ -195,4 +195,17 @@ struct TopkLogprobsTask {
   float* tail_sum_exp_R;
 };
 
+template <typename Logit>
+struct GumbelSampleTask {
+  Matrix<const Logit> logits_RV;
+  const int64_t* keys_R;
+  int64_t num_rows;
+  int num_samples;  // m
+  Shard shard;
+  RowFactors inverse_temperature_R;
+  Matrix<int64_t> ids_Rm;
+  Matrix<double> scores_Rm;
+  Matrix<float> values_Rm;
+};
+
 }  // namespace titan_opd

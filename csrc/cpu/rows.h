@@ -9,6 +9,7 @@
 #include <immintrin.h>
 #endif
 
+#include "../noise.h"
 #include "../order_keys.h"
 #include "../tasks.h"
 #include "isa.h"
@@ -55,6 +56,11 @@ struct RowKernels {
   // and returns the sum over the others. `num_following` columns behind them are asked for from memory meanwhile.
   ExpSum (*split_block)(const Logit* row, int64_t first, int64_t num_columns, int64_t num_following, float factor,
                         const float* floor, uint64_t* keys, int64_t* num_keys);
+  // The largest z of the columns 0 .. num_columns, -inf without one; false when a z is NaN or +inf.
+  bool (*peak)(const Logit* row, int64_t num_columns, float factor, float* max);
+  // Bit c of `masks`, laid out as `left_out` above: whether the race word (noise.h) of the id first_id + c is at most
+  // `limit`. Writes whole words; bits past num_columns mean nothing.
+  void (*low_noise)(uint64_t draw_key, uint32_t first_id, int64_t num_columns, uint32_t limit, uint64_t* masks);
 };
 
 // One instruction set's conversions of elements from and to float32, rounded to the nearest even.

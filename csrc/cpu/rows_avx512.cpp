@@ -8,6 +8,7 @@
 #include "rows/convert.h"
 #include "rows/dense_pair.h"
 #include "rows/exp_sum.h"
+#include "rows/race.h"
 #include "rows/scaled_exp.h"
 #include "rows/split_block.h"
 
@@ -15,7 +16,7 @@ namespace titan_opd {
 
 template <typename Logit>
 RowKernels<Logit> avx512_row_kernels() {
-  return {&exp_sum<Logit>, &scaled_exp<Logit>, &split_block<Logit>};
+  return {&exp_sum<Logit>, &scaled_exp<Logit>, &split_block<Logit>, &peak<Logit>, &low_noise};
 }
 
 template RowKernels<float> avx512_row_kernels();

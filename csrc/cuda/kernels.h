@@ -26,4 +26,7 @@ cudaError_t launch_dense_pair_grad(const DensePairGradTask<Student, Teacher>& ta
 template <typename Logit>
 cudaError_t launch_topk_logprobs(const TopkLogprobsTask<Logit>& task, cudaStream_t stream);
 
+template <typename Logit>
+cudaError_t launch_gumbel_sample(const GumbelSampleTask<Logit>& task, cudaStream_t stream);
+
 }  // namespace titan_opd

@@ -39,7 +39,7 @@ def topk_logprobs_reference(
     vocab_size: int | None = None,
     inverse_temperature: Tensor | None = None,
 ) -> TopK:
-    """`titan_opd.ops.topk_logprobs` for any device and floating dtype: a stable sort, then the statistics of its ids."""
+    """`titan_opd.ops.topk_logprobs` for any device and floating dtype: a stable sort, then its ids' statistics."""
     shard = {"vocab_start": vocab_start, "vocab_size": vocab_size, "inverse_temperature": inverse_temperature}
     columns_RK = scaled_logits(logits_RV, **shard).sort(dim=1, descending=True, stable=True).indices[:, :k]
     ids_RK = F.pad(columns_RK + vocab_start, (0, k - columns_RK.shape[1]), value=-1)

@@ -48,8 +48,8 @@ class TopK(NamedTuple):
     with these ids: the tail is the set of columns that are not among the k.
 
     Attributes:
-        ids: [R, k] int64, global; the largest logit first, of equal ones the lower id first. -1 fills up where there are
-            fewer columns than k.
+        ids: [R, k] int64, global; the largest logit first, of equal ones the lower id first. -1 fills up where there
+            are fewer columns than k.
         values: [R, k], the logits z at the ids; -inf where the id is -1.
         max, sum_exp, tail_max, tail_sum_exp: [R], as in `RowStats`.
     """

@@ -5,17 +5,17 @@ Shape suffixes: R rows, V columns of this shard, K = k ids a row.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
 from titan_opd.ops.arguments import check_inverse_temperature, check_logits, check_shard
 from titan_opd.ops.extension import has_kernel
+from titan_opd.ops.no_derivative import refuse_to_differentiate, register_without_derivative
 from titan_opd.ops.reference import topk_logprobs_reference
 from titan_opd.ops.row_stats import TopK
 
 MAX_TOPK = 256
+_REASON = "it serves scores that are constants of a loss; gather_stats at its ids has one"
 
 
 def topk_logprobs(
@@ -31,7 +31,7 @@ def topk_logprobs(
     The tail is summed over its own columns, never as a difference, so it keeps full precision where it holds 1e-6 of
     the mass. Equal logits are ordered by id, so the result is the same on every device and however the vocabulary is
     split. NaN counts as larger than every number and +inf as it is: they come first, and the sums over a set that holds
-    one are NaN. Without derivative: backward through it raises an error.
+    one are NaN. Without derivative.
 
     Args:
         logits_RV: [R, V] floating, columns vocab_start .. vocab_start + V of the vocabulary, adjacent in memory; rows
@@ -43,6 +43,7 @@ def topk_logprobs(
 
     Raises:
         ValueError: an argument has the wrong shape, dtype, device or range.
+        RuntimeError: autograd records, and the logits or the inverse temperature need a gradient.
     """
     check_logits(logits_RV)
     if not 1 <= k <= MAX_TOPK:
@@ -51,6 +52,7 @@ def topk_logprobs(
     check_inverse_temperature(inverse_temperature, logits_RV)
     if has_kernel(logits_RV):
         return TopK(*torch.ops.titan_opd.topk_logprobs(logits_RV, k, vocab_start, vocab_size, inverse_temperature))
+    refuse_to_differentiate("topk_logprobs", _REASON, logits_RV, inverse_temperature)
     return topk_logprobs_reference(
         logits_RV, k, vocab_start=vocab_start, vocab_size=vocab_size, inverse_temperature=inverse_temperature
     )
@@ -71,10 +73,4 @@ def _topk_logprobs_fake(
     return ids_RK, values_RK, *(logits_RV.new_empty([num_rows], dtype=torch.float32) for _ in range(4))
 
 
-def _backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:
-    raise NotImplementedError(
-        "topk_logprobs has no derivative: call it on logits.detach(), or take the gradient through gather_stats at its ids"
-    )
-
-
-torch.library.register_autograd("titan_opd::topk_logprobs", _backward)
+register_without_derivative("topk_logprobs", _REASON)

@@ -35,10 +35,7 @@ inline float log_positive(float x) {
 }
 
 struct LoopMath {
-  static float exp(float x) {
-    const float value = exp_nonpositive(x);
-    return x < -87.0f ? 0.0f : value;
-  }
+  static float exp(float x) { return exp_or_zero(x); }
   static float log(float x) { return log_positive(x); }
 };
 

@@ -5,11 +5,6 @@
 namespace titan_opd {
 namespace {
 
-// As exp_nonpositive, but 0 below -87, so that a logit of -inf gets no gradient.
-inline float exp_or_zero(float x) {
-  return x < -87.0f ? 0.0f : exp_nonpositive(x);
-}
-
 template <typename Logit>
 void scaled_exp(Logit* row, int64_t num_columns, float factor, float shift, float scale) {
 #pragma omp simd

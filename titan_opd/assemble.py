@@ -30,6 +30,7 @@ from titan_opd.ops.noise import derive_seed
 from titan_opd.parallel import World, parallelize
 from titan_opd.prompt_checks import check_prompts
 from titan_opd.rollout import RECORD_NOTHING, AnswersEngine, NativeEngine, Recording, RolloutEngine
+from titan_opd.schedule import ScheduleRules
 from titan_opd.teacher import LabelScorer, NativeScorer, Scorer
 
 
@@ -141,6 +142,7 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     _check_world(config, world)
+    ScheduleRules.of(config.schedule)  # its checks, before anything large is read
     common = read_common(config, checkpoint=checkpoint)
     student = _student(config, world) if checkpoint is None else load_decoder(checkpoint, device=world.device)
     here = config.teacher.placement == "colocated"

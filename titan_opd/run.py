@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
 from rich.table import Table
 
 from titan_opd.checkpoint import (
@@ -27,6 +28,7 @@ from titan_opd.errors import writing
 from titan_opd.evaluation import Evaluator
 from titan_opd.learner import Learner
 from titan_opd.observe import Display, MetricsWriter, PhaseClock, PhaseTimes, make_table, phase_table, read_metrics
+from titan_opd.observe.staleness import staleness_counts, staleness_metrics
 from titan_opd.parallel import World
 from titan_opd.schedule import JOURNAL_FILE, Journal, TrainedSample
 from titan_opd.schedule.replay import ReplaySchedule, payload_file
@@ -217,6 +219,8 @@ class Run:
                 path.parent.mkdir(exist_ok=True)
             write_samples(path, scored)
         samples = self._world.gather([TrainedSample.of(one.trajectory) for one in scored])
+        if self._config.schedule.mode != "sync":
+            metrics = {**metrics, **self._staleness(scored)}
         times = self._clock.take()
         self.summary.times += times
         self.step += 1
@@ -224,6 +228,16 @@ class Run:
             self._journal.append(self.step, self.step - 1, [sample for share in samples for sample in share])
             self._metrics.write(self.step, "train", {**metrics, **times.metrics()})
             self._display.step(self.step, metrics, times)
+
+    def _staleness(self, scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
+        """How old the tokens are that the step trains, over all processes."""
+        bound = self._config.schedule.max_staleness
+        counts = torch.zeros(bound + 1, dtype=torch.int64)
+        for one in scored:
+            versions = one.trajectory.policy_versions
+            is_trained = versions >= one.oldest_version
+            counts += staleness_counts(versions, is_trained, current_version=self.step, max_staleness=bound)
+        return staleness_metrics(self._world.sum(counts))
 
     def evaluate(self, evaluator: Evaluator | None) -> None:
         """Evaluate the student as it is; nothing without evaluation prompts."""

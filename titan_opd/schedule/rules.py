@@ -17,7 +17,9 @@ samples: started, and in no batch yet.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from titan_opd.config.schema import ScheduleConfig
 
 MODES = ("sync", "step_off", "async")
 ON_LIMIT = ("wait", "mask", "drop")
@@ -52,6 +54,11 @@ class ScheduleRules:
     mode: str = "sync"
     on_limit: str = "wait"
     in_flight: str = "keep"
+
+    @classmethod
+    def of(cls, schedule: ScheduleConfig) -> ScheduleRules:
+        """The rules that a configuration asks for."""
+        return cls(**{field.name: getattr(schedule, field.name) for field in fields(cls)})
 
     def __post_init__(self) -> None:
         for name, choices in (("mode", MODES), ("on_limit", ON_LIMIT), ("in_flight", IN_FLIGHT)):

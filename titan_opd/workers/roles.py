@@ -57,7 +57,7 @@ def serve_conductor(
     port = _listen(transport, endpoint, identity, config)
     store = PayloadStore(transport, name="conductor", capacity_bytes=1 << 30, consumer="the trainer")
     conductor = Conductor(
-        schedule_rules(config),
+        ScheduleRules.of(config.schedule),
         common.stream(config),
         lease_seconds=config.channel.silence_seconds * 2,  # the port finds silence first
         incarnation=os.urandom(4).hex(),
@@ -72,18 +72,6 @@ def serve_conductor(
         lease_seconds=config.channel.lease_seconds,
         store=store,
     ).run(stop)
-
-
-def schedule_rules(config: Config) -> ScheduleRules:
-    """The schedule's settings, checked against each other."""
-    schedule = config.schedule
-    return ScheduleRules(
-        batch=schedule.batch,
-        max_staleness=schedule.max_staleness,
-        mode=schedule.mode,
-        on_limit=schedule.on_limit,
-        in_flight=schedule.in_flight,
-    )
 
 
 def serve_rollout(

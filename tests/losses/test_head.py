@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from tests.losses.scenes import build_scene
 from titan_opd.losses import Objective, TeacherScores
 from titan_opd.losses.hybrid import Hybrid
+from titan_opd.losses.inputs import build_inputs
 from titan_opd.losses.rows import StudentRows
 
 ONE_PER_ROUTE = {
@@ -44,6 +45,23 @@ def test_never_a_matrix_of_tokens_by_vocabulary(objective):
     with LargestTensor() as largest:
         scene.gradients(logits_chunk_mb=8 * 2048 * 4 / 2**20)
     assert largest.numel < 96 * 2048 / 8
+
+
+@pytest.mark.parametrize(
+    ("rows_that_fit", "chunks"), [(4, [3, 3, 3]), (8, [5, 4]), (9, [9]), (100, [9]), (0.5, [1] * 9)]
+)
+def test_chunks_are_of_about_equal_sizes(rows_that_fit, chunks):
+    """A last chunk of one row would cost a whole pass over the weight gradient."""
+    scene = build_scene(Objective("forward_kl"), num_rows=9)
+    inputs, _ = build_inputs(
+        scene.hidden,
+        scene.weight,
+        scene.objective,
+        scene.scores,
+        scene.token_weights,
+        logits_chunk_mb=rows_that_fit * 19 * 8 / 2**20,
+    )
+    assert [len(logits) for _, logits in inputs.logits()] == chunks
 
 
 @routes

@@ -122,6 +122,16 @@ def _call_topk_logprobs(inputs: Inputs) -> Outputs:
     return {"ids": top.ids, "logprobs": top.logprobs, "tail logprob": top.tail_logprob}
 
 
+def _make_gumbel_sample(sizes: Sizes, generator: torch.Generator) -> Inputs:
+    keys_R = torch.randint(-(2**62), 2**62, (sizes.num_rows,), generator=generator, device=generator.device)
+    # Four draws share one read of a row on a GPU; the reference holds [R, m, V].
+    return {"logits_RV": _logits(sizes, generator), "keys_R": keys_R, "num_samples": min(sizes.num_ids, 4)}
+
+
+def _call_gumbel_sample(inputs: Inputs) -> Outputs:
+    return ops.gumbel_sample(**inputs)._asdict()
+
+
 def _make_pair(sizes: Sizes, generator: torch.Generator) -> Inputs:
     student_RV, teacher_RV = _logits(sizes, generator), _logits(sizes, generator)
     return {
@@ -155,6 +165,7 @@ PROBLEMS = {
         Problem("gather_stats", _make_gather_stats, _call_gather_stats),
         Problem("sparse_softmax_grad_", _make_sparse_softmax_grad, _call_sparse_softmax_grad),
         Problem("topk_logprobs", _make_topk_logprobs, _call_topk_logprobs),
+        Problem("gumbel_sample", _make_gumbel_sample, _call_gumbel_sample),
         Problem("dense_pair_sums", _make_pair, _call_dense_pair_sums),
         Problem("dense_pair_grad_", _make_dense_pair_grad, _call_dense_pair_grad),
     )

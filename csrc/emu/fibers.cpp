@@ -122,6 +122,7 @@ class Scheduler {
   void release_block();
   void release_warp(unsigned warp);
   void wait_in_warp(bool in_exchange);
+  bool run_ready(const std::vector<unsigned>& turns, size_t begin, size_t end);
   void resume(Fiber& fiber);
   void yield();
 
@@ -209,12 +210,14 @@ void Scheduler::run_block(const Block& new_block, const std::function<void()>& k
       }
     }
     bool any_ran = false;
-    for (const unsigned i : turns) {
-      if (fibers_[i].state == State::kReady) {
+    const size_t group = order > 1 ? turns.size() : kWarpSize;
+    for (size_t begin = 0; begin < turns.size(); begin += group) {
+      const size_t end = std::min(begin + group, turns.size());
+      // A warp goes as far as it can before the next one starts; all together take one turn.
+      while (run_ready(turns, begin, end)) {
         any_ran = true;
-        resume(fibers_[i]);
-        if (error_) {
-          std::rethrow_exception(std::exchange(error_, nullptr));
+        if (order > 1) {
+          break;
         }
       }
     }
@@ -222,6 +225,22 @@ void Scheduler::run_block(const Block& new_block, const std::function<void()>& k
       fail("deadlock, a barrier that not every live thread reaches");
     }
   }
+}
+
+// Gives the threads turns[begin .. end) a turn each, those that wait for nothing; whether there were any.
+bool Scheduler::run_ready(const std::vector<unsigned>& turns, size_t begin, size_t end) {
+  bool any_ran = false;
+  for (size_t turn = begin; turn < end; ++turn) {
+    Fiber& fiber = fibers_[turns[turn]];
+    if (fiber.state == State::kReady) {
+      any_ran = true;
+      resume(fiber);
+      if (error_) {
+        std::rethrow_exception(std::exchange(error_, nullptr));
+      }
+    }
+  }
+  return any_ran;
 }
 
 void Scheduler::resume(Fiber& fiber) {

@@ -48,8 +48,9 @@ const uint64_t* warp_exchange(unsigned mask, uint64_t word);
 // wait for each other forever. After an error the objects on the other threads' stacks are not destroyed.
 void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const std::function<void()>& kernel);
 
-// The order in which the threads of a block get their turns: 0 ascending, 1 descending, above that a pseudo-random
-// order anew at every turn. A missing barrier shows in one order and hides in another.
+// The order in which the threads of a block get their turns: 0 ascending and 1 descending, a warp going as far as it can
+// before the next; above that all threads in a pseudo-random order, anew at every turn. A missing barrier shows in one
+// order and hides in another.
 void set_thread_order(unsigned order);
 
 }  // namespace cuda_on_cpu

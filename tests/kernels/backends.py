@@ -19,7 +19,7 @@ from titan_opd import ops  # noqa: F401  registers torch.ops.titan_opd
 # From the narrowest to the widest: a machine that has one has all before it.
 ISAS = ("portable", "avx2", "avx512")
 BEST_ISA = ISAS.index(torch.ops.titan_opd.cpu_isa())
-THREAD_ORDERS = (0, 1, 2)  # ascending, descending, shuffled
+THREAD_ORDERS = (0, 1, 2)  # warps ascending, descending, threads shuffled
 
 
 @dataclass(frozen=True)

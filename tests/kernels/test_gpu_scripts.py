@@ -53,6 +53,8 @@ def test_the_reference_is_another_code_than_the_kernel(problem):
         ("sparse_softmax_grad_", 2 * 4 * 100 * 2 + 4 * 3 * 8 + 4 * 3 * 4 + 4 * 4 * 4 + 4 * 4),
         # logits; ids, their logits, four sums.
         ("topk_logprobs", 4 * 100 * 2 + 4 * 3 * 8 + 4 * 3 * 4 + 4 * 4 * 4),
+        # logits and keys; ids, scores and logits of three draws.
+        ("gumbel_sample", 4 * 100 * 2 + 4 * 8 + 4 * 3 * (8 + 8 + 4)),
         # both logits, maxima and sums of both; nine sums.
         ("dense_pair_sums", 2 * 4 * 100 * 2 + 4 * 4 * 4 + 9 * 4 * 4),
         # the student's logits twice, the teacher's, maxima and sums of both, offsets and coefficients.

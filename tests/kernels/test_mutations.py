@@ -130,6 +130,40 @@ FAULTS = [
         ("padding not written", "column < task.num_columns", "column < task.shard.num_columns"),
         ("ids of other shards written", "if (column >= 0) {\n      from_float(own", "{\n      from_float(own"),
     ),
+    *faults_of(
+        "dense_pair",
+        "cuda/dense_pair.cu",
+        "",
+        (
+            "last columns left out",
+            "visit_packs<1>(student, teacher, packed,",
+            "visit_packs<1>(student, teacher, num_columns,",
+        ),
+        ("one column past the row's end", "column < end", "column <= end"),
+        ("packs at any address", "% sizeof(Pack<Element, N>) == 0", "% sizeof(Element) == 0"),
+        ("neighbours never meet", "offset > 0", "offset > 1"),
+        ("a warp's sum left out", "lane < kWarps ? warp_sums", "lane < kWarps - 1 ? warp_sums"),
+        ("several tops count several times", "fminf(sum, 1.0f)", "sum"),
+        ("padding not written", "column < task.num_student_columns", "column < task.pair.num_columns"),
+    ),
+    *faults_of(
+        "topk_logprobs",
+        "cuda/topk_logprobs.cu",
+        "",
+        ("evicted keys in no sum", "i < capacity; i += kThreads", "i < task.k; i += kThreads"),
+        ("floor one too high", "floor_key = keys[task.k - 1]", "floor_key = keys[task.k - 2]"),
+        ("sort's halves not merged", "stride = run / 2", "stride = run / 4"),
+        ("no filling behind the keys", "keys[i] = kNoKey", "keys[i] = keys[0]"),
+        ("ids without the shard's place", "task.shard.vocab_start + key_column", "key_column"),
+    ),
+    *faults_of(
+        "topk_logprobs",
+        "cuda/device.cuh",
+        "void for_each_column_together(",
+        ("last vector left out", "i < num_vectors ? kVector : 0", "i < num_vectors - 1 ? kVector : 0"),
+        ("read ahead past the row's end", "i + blockDim.x < num_vectors", "i < num_vectors"),
+        ("single columns twice", "i < num_single ? 1 : 0", "1"),
+    ),
 ]
 
 

@@ -156,3 +156,24 @@ CHECK(emulation_serves_several_cpu_threads) {
   }
   expect(num_failed == 0, "grids of several threads got into each other's way");
 }
+
+// A reader after many shuffles would always find what the other warps write after few, if all warps went at one pace.
+CHECK(emulation_lets_a_warp_run_ahead) {
+  for (const unsigned order : {0u, 1u}) {
+    cuda_on_cpu::set_thread_order(order);
+    int written = 0;
+    int seen = -1;
+    run_grid(1, 64, 0, [&] {
+      const bool is_reader = (threadIdx.x < 32) == (order == 0);
+      for (int i = 0; i < (is_reader ? 20 : 2); ++i) {
+        __shfl_xor_sync(0xffffffffu, i, 1);
+      }
+      if (is_reader) {
+        seen = seen == -1 ? written : seen;
+      } else {
+        written = 1;
+      }
+    });
+    expect(seen == 0, "the first warp waited for the second without a barrier");
+  }
+}

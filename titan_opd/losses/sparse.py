@@ -12,7 +12,15 @@ from torch import Tensor
 
 from titan_opd.config.objective import Objective
 from titan_opd.losses.divergences import divergence_terms, forward_kl_terms, reverse_kl_terms
-from titan_opd.losses.rows import RowValues, StudentRows, masked_logsumexp, masked_mean, share_of, valid_candidates, valid_ids
+from titan_opd.losses.rows import (
+    RowValues,
+    StudentRows,
+    masked_logsumexp,
+    masked_mean,
+    share_of,
+    valid_candidates,
+    valid_ids,
+)
 from titan_opd.losses.scores import TeacherScores
 
 
@@ -115,9 +123,10 @@ def _metrics(support: _Outcomes, bucketed: _Outcomes) -> dict[str, Tensor]:
 def _teacher_gradient_share(outcomes: _Outcomes) -> Tensor:
     """[C] of the reverse KL's gradient in the logits, p_j (log p_j - E log p) - p_j (log q_j - E log q): the second."""
     p_CO = outcomes.log_p.exp()
+    mass_C = outcomes.sum(p_CO).clamp(min=torch.finfo(p_CO.dtype).tiny)  # none where all outcomes are beyond reach
 
     def size(logprobs_CO: Tensor) -> Tensor:
-        mean_C = outcomes.sum(p_CO * logprobs_CO) / outcomes.sum(p_CO)
+        mean_C = outcomes.sum(p_CO * logprobs_CO) / mass_C
         return outcomes.sum(p_CO * (logprobs_CO - mean_C[:, None]).abs())
 
     return share_of(size(outcomes.log_q), size(outcomes.log_p))

@@ -1,4 +1,4 @@
-"""The command line: titan-opd train | eval | export | worker."""
+"""The command line: titan-opd train | eval | export | trace | worker."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_opd import __version__
-from titan_opd.errors import StorageError
+from titan_opd.channel.errors import ChannelError
+from titan_opd.errors import StallError, StorageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0; 2 for what the user can mend in the settings; 1 when something could not be written; 130
+        The exit status: 0; 2 for what the user can mend in the settings; 1 when something could not be written, stalled
+        or was lost; 130
         after Ctrl-C and 143 after SIGTERM.
     """
     options, overrides = _parser().parse_known_args(arguments)
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             resume = "; the same command with --resume goes on from the newest checkpoint"
             message = f"interrupted{resume if options.command == 'train' else ''}"
             status = 128 + (signals or [signal.SIGINT])[0]
-        elif isinstance(error, (ValueError, StorageError)):
+        elif isinstance(error, (ValueError, StorageError, StallError, ChannelError)):
             message = f"error: {error}"
             status = 2 if isinstance(error, ValueError) else 1
         else:
@@ -95,6 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of the weights"
     )
     command.set_defaults(run=_export)
+
+    command = commands.add_parser("trace", help="merge the events of a run with observe.trace into trace.json")
+    command.add_argument("run_directory", metavar="RUN", help="folder of the run, finished or not")
+    command.set_defaults(run=_trace)
 
     command = commands.add_parser("worker", help="join a run as one of its roles", epilog=override)
     command.add_argument("config", help="the run's TOML file: its config.toml, or a copy on another machine")
@@ -171,6 +177,13 @@ def _export(options: argparse.Namespace, _: list[str]) -> int:
     checkpoint = pick_checkpoint(Path(options.run_directory), options.step)
     export_model(checkpoint, Path(options.output), getattr(torch, options.dtype))
     _say(f"wrote {checkpoint} as {options.dtype} to {options.output}")
+    return 0
+
+
+def _trace(options: argparse.Namespace, _: list[str]) -> int:
+    from titan_opd.observe.trace_merge import merge_trace
+
+    merge_trace(Path(options.run_directory))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,12 @@ from titan_opd.errors import writing
 from titan_opd.evaluation import Evaluator
 from titan_opd.learner import Learner
 from titan_opd.observe import Display, MetricsWriter, PhaseClock, PhaseTimes, make_table, phase_table, read_metrics
+from titan_opd.observe.diagnosis import RunState
+from titan_opd.observe.stacks import offer_stacks
 from titan_opd.observe.staleness import staleness_counts, staleness_metrics
+from titan_opd.observe.trace import open_tracer
+from titan_opd.observe.trace_merge import merge_trace
+from titan_opd.observe.watchdog import Watchdog
 from titan_opd.parallel import World
 from titan_opd.schedule import JOURNAL_FILE, Journal, TrainedSample
 from titan_opd.schedule.replay import ReplaySchedule, payload_file
@@ -104,6 +109,8 @@ class Run:
         self._metrics: MetricsWriter | None = None
         self._journal: Journal | None = None
         self._continuation: Continuation | None = None
+        self._schedule: Schedule | None = None
+        self._watchdog: Watchdog | None = None
 
     @classmethod
     def open(cls, config: Config, world: World, clock: PhaseClock, *, resume: bool) -> Run:
@@ -192,11 +199,29 @@ class Run:
 
     @contextmanager
     def open_schedule(self, parts: Parts, replay: Path | None) -> Iterator[Schedule]:
-        """What the configuration asks for, or the batches of the journal `replay`; ended after the block."""
+        """What the configuration asks for, or the batches of the journal `replay`; ended after the block.
+
+        Inside, the process can be asked for its stacks, is traced where `observe.trace` says so, and in the main
+        process a watchdog ends the run when nothing moves.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(offer_stacks(self.path, "trainer", self._world.rank))
+            if self._config.observe.trace:
+                if self._world.is_main:
+                    stack.callback(merge_trace, self.path)  # when all have ended
+                stack.enter_context(
+                    open_tracer(self.path, "trainer", self._world.rank, max_mb=self._config.observe.trace_mb)
+                )
+            if self._world.is_main:
+                seconds = self._config.observe.stall_seconds
+                self._watchdog = stack.enter_context(Watchdog(self.path, seconds, collect=self._schedule_state))
+            self._schedule = stack.enter_context(self._opened(parts, replay))
+            yield self._schedule
+
+    def _opened(self, parts: Parts, replay: Path | None) -> AbstractContextManager[Schedule]:
         if replay is not None:
-            yield ReplaySchedule(replay, num_steps=self._config.training.steps, world=self._world)
-            return
-        with open_schedule(
+            return nullcontext(ReplaySchedule(replay, num_steps=self._config.training.steps, world=self._world))
+        return open_schedule(
             self._config,
             parts,
             self._world,
@@ -204,8 +229,22 @@ class Run:
             config_file=self.path / CONFIG_FILE,
             version=self.step,
             continuation=self._continuation,
-        ) as schedule:
-            yield schedule
+        )
+
+    def _schedule_state(self) -> RunState | None:
+        """Who waits for whom, for the watchdog."""
+        report = None if self._schedule is None else self._schedule.report()
+        if report is None:
+            return None
+        return RunState.from_schedule(
+            report,
+            max_staleness=self._config.schedule.max_staleness,
+            lease_seconds=self._config.channel.silence_seconds,
+        )
+
+    def _unwatched(self, phase: str) -> AbstractContextManager[None]:
+        """A phase in which nothing has to move."""
+        return nullcontext() if self._watchdog is None else self._watchdog.paused(phase)
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether something that happens `every` steps (0: only at the end) happens after `step`."""
@@ -224,6 +263,8 @@ class Run:
         times = self._clock.take()
         self.summary.times += times
         self.step += 1
+        if self._watchdog is not None:
+            self._watchdog.progress(f"step {self.step} of the trainer")
         if self._world.is_main:
             self._journal.append(self.step, self.step - 1, [sample for share in samples for sample in share])
             self._metrics.write(self.step, "train", {**metrics, **times.metrics()})
@@ -243,7 +284,7 @@ class Run:
         """Evaluate the student as it is; nothing without evaluation prompts."""
         if evaluator is None:
             return
-        with self._clock.phase("evaluate"):
+        with self._unwatched("evaluation"), self._clock.phase("evaluate"):
             result = evaluator.run(version=self.step)
         self.summary.evaluations[self.step] = result.metrics()
         if self._world.is_main:
@@ -252,7 +293,7 @@ class Run:
 
     def save(self, parts: Parts, learner: Learner, schedule: Schedule) -> None:
         """Write a checkpoint: one consistent cut at the end of the step."""
-        with self._clock.phase("checkpoint"):
+        with self._unwatched("checkpoint"), self._clock.phase("checkpoint"):
             state = {"optimizer_steps": learner.steps_taken, "prompts": parts.prompts.state_dict()}
             cut = schedule.cut()
             if cut is not None:

@@ -371,6 +371,7 @@ class ObserveConfig:
     tensorboard: bool = option(True, "event files under `run.directory`/tensorboard")
     log_every: int = option(10, "steps between the plain lines", minimum=1)
     trace: bool = option(False, "a timeline of all processes, `run.directory`/trace.json, for ui.perfetto.dev")
+    trace_mb: float = option(256.0, "largest file of events of each process, MiB; what comes later is counted", above=0)
     stall_seconds: float = option(
         600.0, "when nothing has moved for so long, the run says who waits for whom, and stops", above=0
     )

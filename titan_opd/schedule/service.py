@@ -153,7 +153,7 @@ class ConductorService:
     # ---- Workers -----------------------------------------------------------------------------------------------------
 
     def _heartbeat(self, name: str, message: wire.Heartbeat, now: float) -> None:
-        if name == TRAINER:
+        if self._port.peers[name].role == "trainer":
             return
         if message.idle_seconds > self._lease_seconds:
             held = [lease for worker in self._conductor.workers if worker.name == name for lease in worker.leases]

@@ -60,3 +60,6 @@ class SyncSchedule:
 
     def cut(self) -> None:
         """Nothing is under way between two steps: the position of the prompts says all."""
+
+    def report(self) -> None:
+        """Nobody else is at work."""

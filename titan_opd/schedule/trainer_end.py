@@ -64,6 +64,7 @@ class WorkerSchedule:
         publisher: cuts the new weights into parts; has a store in the main process.
         teacher_weight: [V, H_t] the output projection that dense scores are made with; None for sparse ones.
         check: called while the trainer waits; raises when a worker process is beyond help.
+        ask_report: asks the conductor who waits for whom, from any thread.
         clock, world: of the run.
     """
 
@@ -75,6 +76,7 @@ class WorkerSchedule:
         *,
         teacher_weight: Tensor | None,
         check: Callable[[], None],
+        ask_report: Callable[[], dict[str, Any]],
         clock: PhaseClock,
         world: World,
     ) -> None:
@@ -84,6 +86,7 @@ class WorkerSchedule:
         self._publisher = publisher
         self._teacher_weight = teacher_weight
         self._check = check
+        self._ask_report = ask_report
         self._clock = clock
         self._world = world
 
@@ -213,10 +216,8 @@ class WorkerSchedule:
         raise ChannelError(f"no {kind.__name__} within {_ANSWER_SECONDS:g} s", sender="conductor")
 
     def report(self) -> dict[str, Any]:
-        """Who does what and who waits for whom; in the main process."""
-        assert self._link is not None
-        self._link.port.send(wire.ReportRequest())
-        return self._await(wire.Report).report
+        """Who does what and who waits for whom."""
+        return self._ask_report()
 
     def _hear(self, message: wire.Message) -> None:
         if isinstance(message, wire.Release) and self._link is not None:

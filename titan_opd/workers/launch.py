@@ -22,6 +22,7 @@ from titan_opd.channel import (
     PayloadFetcher,
     PayloadStore,
     Transport,
+    messages,
 )
 from titan_opd.channel.keys import CONDUCTOR
 from titan_opd.checkpoint import write_file
@@ -85,6 +86,9 @@ class Schedule(Protocol):
 
     def cut(self) -> ScheduleCut | None:
         """What a checkpoint must keep of the schedule, beside the position of the prompts; in the main process."""
+
+    def report(self) -> dict[str, Any] | None:
+        """Who does what and who waits for whom, from any thread of the main process; None when nothing overlaps."""
 
 
 @contextmanager
@@ -179,6 +183,7 @@ class _Launcher:
             publisher,
             teacher_weight=teacher.lm_head_weight if dense and teacher is not None else None,
             check=self._check,
+            ask_report=self._ask_report,
             clock=clock,
             world=self._world,
         )
@@ -263,6 +268,20 @@ class _Launcher:
                 raise thread.error
         if self._supervisor is not None:
             self._supervisor.check()
+
+    def _ask_report(self) -> dict[str, Any]:
+        """The conductor's report, over a connection of its own: the trainer's belongs to its main thread."""
+        port = connect_trainer(self._config, self._parts.common, self._transport, self._address, name="watchdog")
+        try:
+            port.send(messages.ReportRequest())
+            while True:
+                message = port.receive(_JOIN_SECONDS)
+                if isinstance(message, messages.Report):
+                    return message.report
+                if message is None:
+                    raise ChannelError(f"no report within {_JOIN_SECONDS:g} s", sender="conductor")
+        finally:
+            port.close()
 
     # ---- The trainer's end -------------------------------------------------------------------------------------------
 

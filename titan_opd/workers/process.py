@@ -10,6 +10,8 @@ import re
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +21,8 @@ from titan_opd.channel import ChannelError, RefusedError
 from titan_opd.channel.keys import CONDUCTOR
 from titan_opd.config import Config
 from titan_opd.config.cores import parse_cores
+from titan_opd.observe.stacks import offer_stacks
+from titan_opd.observe.trace import open_tracer
 from titan_opd.workers.connection import WORKER, conductor_address, conductor_endpoint, open_transport
 from titan_opd.workers.roles import serve_conductor, serve_rollout, serve_teacher
 
@@ -71,19 +75,38 @@ def run_worker(
     name = name or re.sub(r"[^A-Za-z0-9._-]", "-", f"{role}-{socket.gethostname()}-{os.getpid()}")[:64]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        if role == "conductor":
-            state = None if restore is None else json.loads(restore.read_text())
-            stop = threading.Event()
-            serve_conductor(config, common, transport, endpoint, num_ranks=num_ranks, restore=state, stop=stop)
-        else:
-            serve = serve_rollout if role == "rollout" else serve_teacher
-            serve(config, common, transport, conductor_address(config, endpoint), name=name, device=device)
+        with _observed(config, role, name):
+            if role == "conductor":
+                state = None if restore is None else json.loads(restore.read_text())
+                stop = threading.Event()
+                serve_conductor(config, common, transport, endpoint, num_ranks=num_ranks, restore=state, stop=stop)
+            else:
+                serve = serve_rollout if role == "rollout" else serve_teacher
+                serve(config, common, transport, conductor_address(config, endpoint), name=name, device=device)
     except RefusedError as error:
         raise ValueError(f"{name} cannot join the run: {error}") from error
     except ChannelError as error:
         logger.error("%s", error)
         return 1
     return 0
+
+
+@contextmanager
+def _observed(config: Config, role: str, name: str) -> Iterator[None]:
+    """Inside, this process can be asked for its stacks, and is traced where the configuration says so.
+
+    A worker on another machine may not have the run's folder: what it would write there has no place then.
+    """
+    folder = Path(config.run.directory)
+    if not folder.is_dir():
+        yield
+        return
+    rank = int(re.sub(r".*?(\d*)$", r"\1", name) or 0)
+    with ExitStack() as stack:
+        stack.enter_context(offer_stacks(folder, role, rank))
+        if config.observe.trace:
+            stack.enter_context(open_tracer(folder, role, rank, max_mb=config.observe.trace_mb))
+        yield
 
 
 def _pin(cores: frozenset[int]) -> None:

@@ -19,7 +19,7 @@ from titan_opd.checkpoint import model_folder
 from titan_opd.config import Config
 from titan_opd.schedule.conductor import Conductor
 from titan_opd.schedule.rules import ScheduleRules
-from titan_opd.schedule.service import ConductorService
+from titan_opd.schedule.service import TRAINER, ConductorService
 from titan_opd.teacher import Scorer
 from titan_opd.weights.stream import WEIGHT_LIMITS
 from titan_opd.workers.connection import port_limits
@@ -145,9 +145,11 @@ def serve_teacher(
         store.close()
 
 
-def connect_trainer(config: Config, common: Common, transport: Transport, conductor: Address) -> WorkerPort:
-    """The trainer's connection to the conductor; waits until that has started."""
-    hello = _hello(config, common, "trainer", "trainer", None)
+def connect_trainer(
+    config: Config, common: Common, transport: Transport, conductor: Address, *, name: str = TRAINER
+) -> WorkerPort:
+    """A connection of the trainer's to the conductor; waits until that has started."""
+    hello = _hello(config, common, "trainer", name, None)
     return WorkerPort.connect(transport, conductor, hello, timeout=120.0)
 
 

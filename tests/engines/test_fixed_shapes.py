@@ -74,6 +74,23 @@ def test_bits_depend_on_the_company_otherwise():
     assert not all(equal)
 
 
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_the_number_of_candidates_of_top_p_is_fixed(fixed_shapes, monkeypatch):
+    """Otherwise the flattest row of a batch decides it for all rows."""
+    seen, truncate = set(), sampler_module.truncate
+
+    def spy(*arguments, **options):
+        logits_RC, ids_RC = truncate(*arguments, **options)
+        seen.add(ids_RC.shape[1])
+        return logits_RC, ids_RC
+
+    monkeypatch.setattr(sampler_module, "truncate", spy)
+    monkeypatch.setattr(sampler_module, "_FIRST_WINDOW", 4)
+    engine = make_engine(make_decoder(), max_concurrent=2, fixed_shapes=fixed_shapes)
+    engine.generate(make_samples(6), SamplingConfig(max_new_tokens=11, top_p=0.8))
+    assert seen == {VOCAB_SIZE} if fixed_shapes else len(seen) > 1
+
+
 @pytest.mark.parametrize("recompute_kv", [True, False])
 def test_updates_in_flight_keep_the_promise(recompute_kv):
     """The same versions at the same tokens: the same bits, with other sequences around and without."""

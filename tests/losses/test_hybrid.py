@@ -8,7 +8,7 @@ import torch
 from tests.losses.scenes import build_scene
 from titan_opd.losses import Objective, TeacherScores
 from titan_opd.losses.hybrid import hybrid_weights
-from titan_opd.losses.hybrid_route import draw_tokens
+from titan_opd.losses.hybrid_route import draw_row_keys
 from titan_opd.losses.vocab_parallel import VocabShard
 
 
@@ -35,9 +35,9 @@ def test_weights(q, p, same, expected):
 def test_dense_equals_sampled_with_the_drawn_token():
     """Find the drawn tokens by drawing again, score them, and go the sampled route."""
     dense = build_scene(Objective("hybrid", support="dense"), seed=1)
-    uniforms = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))  # as Scene.loss draws
+    keys = draw_row_keys(6, torch.device("cpu"), None, torch.Generator().manual_seed(5))  # as Scene.loss draws
     shard = VocabShard.create(dense.weight, torch.float64, None, None)
-    drawn = draw_tokens(dense.hidden @ dense.weight.T, uniforms, shard)
+    drawn = shard.sample(dense.hidden @ dense.weight.T, keys, 1).ids[:, 0]
     log_q = (dense.scores.hidden @ dense.scores.lm_head_weight.T).log_softmax(-1)
     ids = torch.stack([dense.scores.labels, drawn], dim=-1)
     sampled = replace(
@@ -49,15 +49,7 @@ def test_dense_equals_sampled_with_the_drawn_token():
     torch.testing.assert_close(dense.loss().metrics, sampled.loss().metrics)
 
 
-def test_draws_follow_the_student_and_repeat_with_the_generator():
-    logits = torch.randn(1, 11, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    uniforms = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    shard = VocabShard.create(torch.zeros(11, 1, dtype=torch.float64), torch.float64, 9, None)
-    drawn = draw_tokens(logits.expand(20_000, -1), uniforms, shard)
-    share = torch.bincount(drawn, minlength=11) / 20_000
-    torch.testing.assert_close(share[:9].double(), logits[0, :9].softmax(-1), rtol=0, atol=1e-4)
-    assert not share[9:].any()  # padding is never drawn
-
+def test_draws_repeat_with_the_generator():
     scene = build_scene(Objective("hybrid", support="dense"), seed=3, num_rows=32)
 
     def values(seed):

@@ -17,7 +17,7 @@ from titan_opd.losses.candidate_route import CandidateRoute
 from titan_opd.losses.dense_route import dense_route
 from titan_opd.losses.head import HeadInputs, HeadOutput, Route, run_head
 from titan_opd.losses.hybrid import Hybrid
-from titan_opd.losses.hybrid_route import DrawnHybridRoute, draw_uniforms
+from titan_opd.losses.hybrid_route import DrawnHybridRoute, draw_row_keys
 from titan_opd.losses.inputs import build_inputs
 from titan_opd.losses.policy import PolicyGradient
 from titan_opd.losses.rows import RowLoss
@@ -101,13 +101,13 @@ def distillation_loss(
         logits_chunk_mb=logits_chunk_mb,
     )
     active = inputs.row_numbers
-    uniforms = None
+    keys = None
     if objective.kind == "hybrid" and teacher is not None:
-        uniforms = draw_uniforms(len(hidden), like=inputs.coefficients, group=tp_group, generator=generator)[active]
+        keys = draw_row_keys(len(hidden), hidden.device, tp_group, generator)[active]
     grad_enabled = torch.is_grad_enabled()
     output = run_head(
         inputs,
-        _route(objective, inputs, teacher, uniforms, m2po_bound),
+        _route(objective, inputs, teacher, keys, m2po_bound),
         for_hidden=grad_enabled and hidden.requires_grad,
         for_weight=grad_enabled and lm_head_weight.requires_grad,
     )
@@ -120,11 +120,11 @@ def _route(
     objective: Objective,
     inputs: HeadInputs,
     teacher: TeacherLogits | None,
-    uniforms: Tensor | None,
+    keys: Tensor | None,
     m2po_bound: Tensor | None,
 ) -> Route:
-    if teacher is not None and uniforms is not None:
-        return DrawnHybridRoute(Hybrid(objective), teacher, uniforms)
+    if teacher is not None and keys is not None:
+        return DrawnHybridRoute(Hybrid(objective), teacher, keys)
     if teacher is not None:
         return dense_route(objective, teacher)
     if objective.correction == "m2po":

@@ -5,7 +5,6 @@ Shape suffixes: N rows (response tokens).
 
 from __future__ import annotations
 
-import math
 from typing import TypedDict
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from titan_opd.config.objective import Objective
 from titan_opd.losses.checks import check_shapes, check_values, usable_fields
+from titan_opd.losses.chunks import rows_per_chunk
 from titan_opd.losses.head import HeadInputs
 from titan_opd.losses.scores import TeacherScores
 from titan_opd.losses.teacher_logits import TeacherLogits
@@ -63,6 +63,7 @@ def build_inputs(
     teacher = None
     if objective.support == "dense":
         teacher = TeacherLogits.create(active_scores, objective.temperature, vocab_size, beside=shard)
+    row_bytes = shard.max_row_bytes + (0 if teacher is None else teacher.shard.max_row_bytes)
     inputs = HeadInputs(
         row_numbers=active,
         hidden=hidden.detach()[active].to(shard.weight.dtype),
@@ -70,7 +71,7 @@ def build_inputs(
         coefficients=weights / (max(len(active), 1) if num_tokens is None else num_tokens),
         shard=shard,
         temperature=objective.temperature,
-        rows_per_chunk=_rows_per_chunk(len(active), logits_chunk_mb, shard, teacher),
+        rows_per_chunk=rows_per_chunk(len(active), row_bytes, logits_chunk_mb),
     )
     return inputs, teacher
 
@@ -95,14 +96,3 @@ def _staleness(
             f"objective.staleness_discount = {objective.staleness_discount} needs policy_versions and current_version"
         )
     return current_version - policy_versions[active].long()
-
-
-def _rows_per_chunk(num_rows: int, logits_chunk_mb: float, shard: VocabShard, teacher: TeacherLogits | None) -> int:
-    """Rows whose logits, the student's and the teacher's, fit the given memory, in chunks of about equal sizes.
-
-    A last chunk of a few rows would cost as much memory traffic for the weight gradient as a full one.
-    """
-    row_bytes = shard.max_row_bytes + (0 if teacher is None else teacher.shard.max_row_bytes)
-    rows_that_fit = max(1, int(logits_chunk_mb * 2**20 / row_bytes))
-    num_chunks = max(1, math.ceil(num_rows / rows_that_fit))
-    return max(1, math.ceil(num_rows / num_chunks))

@@ -1,6 +1,7 @@
 """A rank's shard of an output projection, and the few numbers a row that the ranks exchange about it.
 
-Shape suffixes: C rows of a chunk, V columns of this rank's shard, H hidden, K candidates a row, G ranks of the group.
+Shape suffixes: C rows of a chunk, V columns of this rank's shard, H hidden, K candidates a row, G ranks of the group,
+m samples a row.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_opd.ops import RowStats, gather_stats
+from titan_opd.ops import RaceWinners, RowStats, TopK, gather_stats, gumbel_sample, topk_logprobs
 
 
 @dataclass(frozen=True)
@@ -92,22 +93,40 @@ class VocabShard:
         if self.group is None:
             return local
         local_C4 = torch.stack(local[:4], dim=-1)
-        gathered_GC4 = local_C4.new_empty(len(self.rank_rows), *local_C4.shape)
-        dist.all_gather_into_tensor(gathered_GC4.view(-1, 4), local_C4, group=self.group)
-        max_GC, sum_exp_GC, tail_max_GC, tail_sum_exp_GC = gathered_GC4.unbind(-1)
+        max_GC, sum_exp_GC, tail_max_GC, tail_sum_exp_GC = self._gather(local_C4).unbind(-1)
         return RowStats(
             *_merge(max_GC, sum_exp_GC),
             *_merge(tail_max_GC, tail_sum_exp_GC),
             self.sum_over_shards(local.candidates),
         )
 
-    def sums_before(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the values of the ranks before this one, and of all ranks."""
+    def topk(self, logits_CV: Tensor, k: int) -> TopK:
+        """The k most likely tokens of the whole vocabulary and its statistics: 4 + 2 k numbers a row and rank."""
+        local = topk_logprobs(logits_CV, k, vocab_start=self.start, vocab_size=self.vocab_size)
         if self.group is None:
-            return torch.zeros_like(values), values
-        gathered_G = values.new_empty(len(self.rank_rows), *values.shape)
-        dist.all_gather_into_tensor(gathered_G.view(-1), values.contiguous(), group=self.group)
-        return gathered_G[: self.rank].sum(0), gathered_G.sum(0)
+            return local
+        numbers_GCn = self._gather(torch.cat([local.values, torch.stack(local[2:], dim=-1)], dim=-1))
+        values_GCK, *stats_GC = numbers_GCn[..., :k], *numbers_GCn[..., k:].unbind(-1)
+        return merge_topk(TopK(self._gather(local.ids), values_GCK, *stats_GC))
+
+    def sample(self, logits_CV: Tensor, keys_C: Tensor, num_samples: int) -> RaceWinners:
+        """Tokens [C, m] of the softmax over the whole vocabulary, a function of it and of the rows' keys alone.
+
+        The keys, [C] int64, must be the same on all ranks. 3 numbers a draw and rank cross the ranks.
+        """
+        local = gumbel_sample(logits_CV, keys_C, num_samples, vocab_start=self.start, vocab_size=self.vocab_size)
+        if self.group is None:
+            return local
+        # Ids are below 2^31: float64 holds them.
+        gathered_GCm3 = self._gather(torch.stack([local.ids.double(), local.scores, local.values.double()], dim=-1))
+        ids_GCm, scores_GCm, values_GCm = gathered_GCm3.unbind(-1)
+        return merge_winners(RaceWinners(ids_GCm.long(), scores_GCm, values_GCm.to(local.values.dtype)))
+
+    def _gather(self, values: Tensor) -> Tensor:
+        """[G, ...] the values of all ranks, in order."""
+        gathered = values.new_empty(len(self.rank_rows), *values.shape)
+        dist.all_gather_into_tensor(gathered.view(-1), values.contiguous().view(-1), group=self.group)
+        return gathered
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """The sum over the group's ranks, in place."""
@@ -122,6 +141,34 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     Logits over a temperature leave float16's range, which ends at 65504.
     """
     return torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+
+
+def merge_topk(shards: TopK) -> TopK:
+    """The k largest of a whole vocabulary from those of its shards in order, fields [G, C, k] and [G, C].
+
+    A shard's candidates that are not among the whole's k join the tail.
+    """
+    num_ids = shards.ids.shape[-1]
+    # [C, G k] in the order of ids among equal logits, which a stable sort keeps.
+    ids, values = (field.transpose(0, 1).flatten(1) for field in (shards.ids, shards.values))
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    # What fills up a shard of fewer than k tokens counts as -inf; it goes behind the tokens whose logit is -inf.
+    is_filling = ids.gather(1, order) < 0
+    order = order.gather(1, is_filling.to(torch.int8).sort(dim=-1, stable=True).indices)
+    ids, values = ids.gather(1, order), values.gather(1, order)
+
+    beaten = values[:, num_ids:].T
+    beaten = torch.where(beaten == torch.inf, torch.nan, beaten)  # as in the shards' sums
+    tail_max = torch.cat([shards.tail_max, beaten])
+    tail_sum_exp = torch.cat([shards.tail_sum_exp, torch.ones_like(beaten)])
+    whole = _merge(shards.max, shards.sum_exp)
+    return TopK(ids[:, :num_ids], values[:, :num_ids], *whole, *_merge(tail_max, tail_sum_exp))
+
+
+def merge_winners(shards: RaceWinners) -> RaceWinners:
+    """The winners over a whole vocabulary from those of its shards in order, fields [G, C, m]."""
+    best_1Cm = shards.scores.argmax(0, keepdim=True)  # of equal scores the first, whose id is lower; NaN is largest
+    return RaceWinners(*(field.gather(0, best_1Cm).squeeze(0) for field in shards))
 
 
 def _merge(max_GC: Tensor, sum_exp_GC: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Python face of the compiled operators in csrc/, each with its plain PyTorch reference beside it.
 
-`gather_stats` and `topk_logprobs` read each row of logits once; `gumbel_sample` draws from rows; `sparse_softmax_grad_` replaces logits by their gradient; `reference` has
-what they must equal; `describe` says which code serves on this machine. Importing this package needs the compiled
-extension. In plain PyTorch: `noise`, counter-based uniforms, and `draw`, what they draw from rows of logits.
+`gather_stats` and `topk_logprobs` read each row of logits once; `gumbel_sample` draws from rows; `sparse_softmax_grad_`
+replaces logits by their gradient; `dense_pair_sums` and `dense_pair_grad_` compare two sides' rows. `reference` and
+`*_reference` have what they must equal; `describe` says which code serves on this machine. Importing this package needs
+the compiled extension. In plain PyTorch: `noise`, counter-based uniforms, and `draw`, what they draw from rows.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ class RaceWinners(NamedTuple):
     """The ids drawn from the rows of one vocabulary shard.
 
     Attributes:
-        ids: [R, m] int64, global; -1 where nothing can be drawn: a shard without a logit above -inf, or a row that is no
-            distribution.
+        ids: [R, m] int64, global; -1 where nothing can be drawn: no logit is above -inf, or one is NaN or +inf.
         scores: [R, m] float64, by which shards compare their winners: the larger score, of equal ones the lower id, is
             the whole's. -inf without a logit above -inf, NaN for a row with a NaN or +inf.
         values: [R, m] float32 (float64 for float64 logits), the logits z at the ids; where the id is -1, the score.

@@ -6,14 +6,18 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from titan_opd.losses import TeacherScores
-from titan_opd.ops import gather_stats
+from titan_opd.losses.chunks import row_chunks
+from titan_opd.ops import gather_stats, topk_logprobs
 from titan_opd.ops.draw import cumulative_mass, draw_columns
+
+# Of a chunk: ids [C, K], their log-probabilities [C, K], and the log of the mass outside them [C].
+_Evaluated = tuple[Tensor, Tensor, Tensor]
 
 
 def score_topk(
@@ -24,15 +28,16 @@ def score_topk(
     Args:
         hidden_NH: [N, H] hidden states after the final norm.
         weight_VH: [V, H] output projection; rows at or above `vocab_size` are padding and have no probability.
-        k: candidates a token; at most `vocab_size`.
+        k: candidates a token; at most `vocab_size` and 256.
         temperature: divides the logits.
         logits_chunk_mb: memory of one chunk of logits, MiB.
     """
 
-    def candidates(logits_CV: Tensor, rows: slice) -> Tensor:
-        return logits_CV[:, :vocab_size].topk(k, dim=-1).indices
+    def evaluate(logits_CV: Tensor, rows: slice) -> _Evaluated:
+        found = topk_logprobs(logits_CV, k, vocab_size=vocab_size)
+        return found.ids, found.logprobs, found.tail_logprob
 
-    return _score(hidden_NH, weight_VH, candidates, k, temperature, vocab_size, logits_chunk_mb)
+    return _score(hidden_NH, weight_VH, evaluate, k, temperature, logits_chunk_mb)
 
 
 def score_ids(
@@ -40,10 +45,10 @@ def score_ids(
 ) -> TeacherScores:
     """The teacher's log-probabilities at given ids, and the log of its mass outside them; arguments as `score_topk`."""
 
-    def candidates(logits_CV: Tensor, rows: slice) -> Tensor:
-        return ids_NK[rows]
+    def evaluate(logits_CV: Tensor, rows: slice) -> _Evaluated:
+        return _evaluate_ids(logits_CV, ids_NK[rows], vocab_size)
 
-    return _score(hidden_NH, weight_VH, candidates, ids_NK.shape[1], temperature, vocab_size, logits_chunk_mb)
+    return _score(hidden_NH, weight_VH, evaluate, ids_NK.shape[1], temperature, logits_chunk_mb)
 
 
 def score_samples(
@@ -62,36 +67,33 @@ def score_samples(
         The others as in `score_topk`.
     """
 
-    def candidates(logits_CV: Tensor, rows: slice) -> Tensor:
-        logits_CV = logits_CV[:, :vocab_size].float()
-        return draw_columns(cumulative_mass(logits_CV, logits_CV.amax(-1, keepdim=True)), uniforms_Nm[rows])
+    def evaluate(logits_CV: Tensor, rows: slice) -> _Evaluated:
+        tokens_CV = logits_CV[:, :vocab_size].float()
+        drawn_Cm = draw_columns(cumulative_mass(tokens_CV, tokens_CV.amax(-1, keepdim=True)), uniforms_Nm[rows])
+        return _evaluate_ids(logits_CV, drawn_Cm, vocab_size)
 
-    return _score(hidden_NH, weight_VH, candidates, uniforms_Nm.shape[1], temperature, vocab_size, logits_chunk_mb)
+    return _score(hidden_NH, weight_VH, evaluate, uniforms_Nm.shape[1], temperature, logits_chunk_mb)
+
+
+def _evaluate_ids(logits_CV: Tensor, ids_CK: Tensor, vocab_size: int) -> _Evaluated:
+    stats = gather_stats(logits_CV, ids_CK, vocab_size=vocab_size)
+    return ids_CK, stats.candidates - stats.lse[:, None], stats.tail_lse - stats.lse
 
 
 def _score(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    candidates: Callable[[Tensor, slice], Tensor],
+    evaluate: Callable[[Tensor, slice], _Evaluated],
     num_candidates: int,
     temperature: float,
-    vocab_size: int,
     logits_chunk_mb: float,
 ) -> TeacherScores:
+    """The scores of all rows, from what `evaluate(logits_CV, rows)` finds in each chunk."""
     num_rows = len(hidden_NH)
     ids_NK = torch.empty(num_rows, num_candidates, dtype=torch.int64, device=hidden_NH.device)
     logprobs_NK = torch.empty(num_rows, num_candidates, dtype=torch.float32, device=hidden_NH.device)
     tail_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NH.device)
-    for rows in _chunks(num_rows, weight_VH, logits_chunk_mb):
+    for rows in row_chunks(num_rows, len(weight_VH) * weight_VH.element_size(), logits_chunk_mb):
         logits_CV = (hidden_NH[rows] @ weight_VH.T).div_(temperature)
-        ids_NK[rows] = candidates(logits_CV, rows)
-        stats = gather_stats(logits_CV, ids_NK[rows], vocab_size=vocab_size)
-        logprobs_NK[rows] = stats.candidates - stats.lse[:, None]
-        tail_N[rows] = stats.tail_lse - stats.lse
+        ids_NK[rows], logprobs_NK[rows], tail_N[rows] = evaluate(logits_CV, rows)
     return TeacherScores(ids=ids_NK, logprobs=logprobs_NK, tail_logprobs=tail_N)
-
-
-def _chunks(num_rows: int, weight_VH: Tensor, logits_chunk_mb: float) -> Iterator[slice]:
-    size = max(1, int(logits_chunk_mb * 2**20 / (len(weight_VH) * weight_VH.element_size())))
-    for start in range(0, num_rows, size):
-        yield slice(start, min(start + size, num_rows))

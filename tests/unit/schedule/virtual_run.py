@@ -94,6 +94,10 @@ def any_scenario(choose) -> Scenario:
     )
 
 
+def lease_of(scores_where: str) -> str:
+    return scores_where.removeprefix("scores of ")
+
+
 class VirtualRun:
     def __init__(self, scenario: Scenario, *, conductor=Conductor, rules=ScheduleRules):
         self.scenario = scenario
@@ -259,6 +263,8 @@ class VirtualRun:
             if self._is_awake(worker):
                 self._heartbeat(worker)
         self.conductor.expire(self.now)
+        if self.random.random() < 0.1:
+            json.dumps(self.conductor.report(self.now).as_dict())
         self._after(TICK, self._tick)
 
     def _heartbeat(self, worker):
@@ -321,6 +327,9 @@ class VirtualRun:
         if not isinstance(batch, Batch):
             return
         if not all(self._can_fetch(entry) for entry in batch.entries) or self._fault(0.02):
+            if self.random.random() < 0.5:
+                entry = self.random.choice(batch.entries)
+                self.conductor.payload_lost(self.random.choice([entry.answer.where, lease_of(entry.scores_where)]))
             self.conductor.return_batch(step)
             self.happened["returned batch"] += 1
             return
@@ -333,7 +342,7 @@ class VirtualRun:
         if where == "checkpoint":
             return entry.sample.number in self.stored
         answer_there = any(engine.alive and where in engine.held for engine in self.engines)
-        scores_there = any(t.alive and entry.scores_where.removeprefix("scores of ") in t.held for t in self.teachers)
+        scores_there = any(t.alive and lease_of(entry.scores_where) in t.held for t in self.teachers)
         return answer_there and scores_there
 
     def _check_batch(self, batch, step):

@@ -112,7 +112,7 @@ def test_replay_gives_the_same_weights(workshop):
         (("--rollout.workers", 1), "rollout.workers = 1 starts processes that rollout.placement = 'colocated'"),
         (("--schedule.max_staleness", 2), "schedule.max_staleness = 2 needs mode = 'step_off' or 'async'"),
         (("--channel.address", "tcp://0.0.0.0:5555", *WORKERS), "needs CURVE keys"),
-        (("--rollout.cores", "['x']", "--rollout.placement", "workers", "--rollout.workers", 1), "no list of cores"),
+        (("--rollout.cores", '["x"]', "--rollout.placement", "workers", "--rollout.workers", 1), "no list of cores"),
     ],
 )
 def test_what_cannot_be_is_refused(workshop, tmp_path, capsys, options, message):

@@ -81,6 +81,7 @@ class WorkerSchedule:
         world: World,
     ) -> None:
         self.waiting: wire.Waiting | None = None  # what the conductor said last while the trainer waited
+        self._from_checkpoint: list[str] = []  # payloads of the present batch that the checkpoint kept
         self._link = link
         self._fetcher = fetcher
         self._publisher = publisher
@@ -108,6 +109,7 @@ class WorkerSchedule:
                 batch, lost = self._fetch(assignment)
                 all_lost = [one for share in self._world.gather(lost) for one in share]
             if not all_lost:
+                self._from_checkpoint = self._keys_of_checkpoint(assignment)
                 self._clock.count_tokens("rollout", sum(len(one.trajectory.response_ids) for one in batch))
                 return batch
             if self._link is not None:
@@ -128,6 +130,14 @@ class WorkerSchedule:
                 self.waiting = message
             elif message is not None:
                 self._hear(message)
+
+    def _keys_of_checkpoint(self, assignment: wire.BatchAssignment) -> list[str]:
+        """The payloads of the batch that the checkpoint kept, in the main process."""
+        if self._link is None:
+            return []
+        items = [item for share in assignment.ranks for item in share]
+        kept = [item for item in items if assignment.stores[item.scores_store] == self._link.kept.address]
+        return [key for item in kept for key in (item.answer, item.scores)]
 
     def _fetch(self, assignment: wire.BatchAssignment) -> tuple[list[ScoredTrajectory], list[tuple[str, str]]]:
         """This process's share, and what is lost of it: the lease of each payload and why."""
@@ -169,6 +179,7 @@ class WorkerSchedule:
         num_parts = self._publisher.publish(named_weights, version)
         if self._link is not None:
             if trained:
+                self._link.kept.release(self._from_checkpoint)
                 self._link.port.send(wire.BatchTrained(version - 1))
             self._link.port.send(wire.NewVersion(version, self._link.weights.address, num_parts))
 

@@ -286,14 +286,14 @@ class _Launcher:
     # ---- The trainer's end -------------------------------------------------------------------------------------------
 
     def _link(self) -> TrainerLink:
+        kept = PayloadStore(self._transport, name="kept", capacity_bytes=self._kept_bytes(), consumer="the trainer")
+        self._resources.callback(kept.close)
         try:
-            port = connect_trainer(self._config, self._parts.common, self._transport, self._address)
+            port = connect_trainer(self._config, self._parts.common, self._transport, self._address, store=kept.address)
         except ChannelError:
             self._check()  # why the conductor is not there says more
             raise
         self._resources.callback(port.close)
-        kept = PayloadStore(self._transport, name="kept", capacity_bytes=self._kept_bytes(), consumer="the trainer")
-        self._resources.callback(kept.close)
         for one in self._continuation.samples if self._continuation is not None else ():
             answer, scores = checkpoint_keys(one.trajectory.sample.number)
             kept.put(answer, one.trajectory, timeout=0.0)

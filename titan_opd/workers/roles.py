@@ -146,10 +146,16 @@ def serve_teacher(
 
 
 def connect_trainer(
-    config: Config, common: Common, transport: Transport, conductor: Address, *, name: str = TRAINER
+    config: Config,
+    common: Common,
+    transport: Transport,
+    conductor: Address,
+    *,
+    name: str = TRAINER,
+    store: Address | None = None,
 ) -> WorkerPort:
     """A connection of the trainer's to the conductor; waits until that has started."""
-    hello = _hello(config, common, "trainer", name, None)
+    hello = _hello(config, common, "trainer", name, store)
     return WorkerPort.connect(transport, conductor, hello, timeout=120.0)
 
 

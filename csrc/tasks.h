@@ -208,4 +208,37 @@ struct GumbelSampleTask {
   Matrix<float> values_Rm;
 };
 
+enum class ElementType : int32_t { kFloat32, kBfloat16, kFloat16 };
+
+TITAN_OPD_HOST_DEVICE int64_t element_size(ElementType type) {
+  return type == ElementType::kFloat32 ? 4 : 2;
+}
+
+// Calls `run` with an element of the type: run(float{}), run(Bfloat16{}), run(Half{}).
+template <typename Run>
+TITAN_OPD_HOST_DEVICE void dispatch_element(ElementType type, Run run) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return run(float{});
+    case ElementType::kBfloat16:
+      return run(Bfloat16{});
+    case ElementType::kFloat16:
+      return run(Half{});
+  }
+}
+
+// One tensor's copy into another, as rows of adjacent elements.
+struct CopyTask {
+  const void* source;
+  void* destination;
+  int64_t num_rows;
+  int64_t num_columns;
+  int64_t source_stride;
+  int64_t destination_stride;
+  ElementType source_type;
+  ElementType destination_type;
+
+  TITAN_OPD_HOST_DEVICE int64_t num_elements() const { return num_rows * num_columns; }
+};
+
 }  // namespace titan_opd

@@ -18,17 +18,6 @@ struct DeviceMath {
   static __device__ __forceinline__ float log(float x) { return logf(x); }
 };
 
-// Adjacent elements that one instruction moves.
-template <typename Element, int N>
-struct alignas(N * sizeof(Element)) Pack {
-  Element elements[N];
-};
-
-template <typename Element, int N>
-__device__ __forceinline__ bool is_aligned(const Element* row) {
-  return reinterpret_cast<uintptr_t>(row) % sizeof(Pack<Element, N>) == 0;
-}
-
 template <int N, typename Student, typename Teacher, typename Visit>
 __device__ __forceinline__ void visit_packs(const Student* student, const Teacher* teacher, int64_t begin, int64_t end,
                                             Visit visit) {

@@ -164,4 +164,15 @@ __device__ __forceinline__ void for_each_column_together(const Logit* row, int64
   }
 }
 
+// Adjacent elements that one instruction moves.
+template <typename Element, int N>
+struct alignas(N * sizeof(Element)) Pack {
+  Element elements[N];
+};
+
+template <typename Element, int N>
+__device__ __forceinline__ bool is_aligned(const Element* row) {
+  return reinterpret_cast<uintptr_t>(row) % sizeof(Pack<Element, N>) == 0;
+}
+
 }  // namespace titan_opd

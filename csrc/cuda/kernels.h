@@ -29,4 +29,7 @@ cudaError_t launch_topk_logprobs(const TopkLogprobsTask<Logit>& task, cudaStream
 template <typename Logit>
 cudaError_t launch_gumbel_sample(const GumbelSampleTask<Logit>& task, cudaStream_t stream);
 
+// Any number of copies, in as few launches as their descriptions take.
+cudaError_t launch_multi_copy(const CopyTask* tasks, int64_t num_tasks, cudaStream_t stream);
+
 }  // namespace titan_opd

@@ -12,6 +12,7 @@ from titan_opd.ops.dense_pair import DensePairSums, dense_pair_grad_, dense_pair
 from titan_opd.ops.extension import describe
 from titan_opd.ops.gather_stats import gather_stats
 from titan_opd.ops.gumbel_sample import RaceWinners, gumbel_sample
+from titan_opd.ops.multi_copy import multi_copy
 from titan_opd.ops.row_stats import RowStats, TopK
 from titan_opd.ops.sparse_softmax_grad import sparse_softmax_grad_
 from titan_opd.ops.topk_logprobs import topk_logprobs
@@ -26,6 +27,7 @@ __all__ = [
     "describe",
     "gather_stats",
     "gumbel_sample",
+    "multi_copy",
     "sparse_softmax_grad_",
     "topk_logprobs",
 ]

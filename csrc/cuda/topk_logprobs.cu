@@ -35,7 +35,7 @@ __device__ __forceinline__ void add(ExpSum& total, const float (&z)[N], unsigned
 }
 
 // Sorts `size` keys, a power of two, the largest first: Batcher's bitonic sort. All threads of the block come here after
-// a barrier and leave after one.
+// a barrier and leave after one; only up to 32 keys, which are the first warp's alone, it is that warp's.
 __device__ __forceinline__ void sort_descending(uint64_t* keys, int size) {
   for (int run = 2; run <= size; run *= 2) {
     for (int stride = run / 2; stride > 0; stride /= 2) {
@@ -57,7 +57,6 @@ __device__ __forceinline__ void sort_descending(uint64_t* keys, int size) {
       }
     }
   }
-  __syncthreads();
 }
 
 template <typename Logit>

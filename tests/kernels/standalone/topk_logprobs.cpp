@@ -11,7 +11,8 @@ using namespace titan_opd;
 
 namespace {
 
-enum Order { kRandom, kRising, kFewValues };
+// kRisingBelowFirst: each column is the second largest so far, which a floor that is one too high would not let pass.
+enum Order { kRandom, kRising, kRisingBelowFirst, kFewValues };
 
 // max z and sum exp(z - max).
 struct Sum {
@@ -36,8 +37,8 @@ void compare(int64_t num_rows, int64_t num_columns, int k, int64_t padding, int6
   Rows<Logit> logits_RV(num_rows, num_columns, padding);
   random.fill_normal(logits_RV, 4.0f);
   for (int64_t i = 0; order != kRandom && i < logits_RV.elements.size(); ++i) {
-    const float z = order == kRising ? static_cast<float>(i) / 512 : static_cast<float>(random.integer(-2, 2));
-    from_float(z, logits_RV.elements[i]);
+    const float z = order == kFewValues ? static_cast<float>(random.integer(-2, 2)) : static_cast<float>(i) / 512;
+    from_float(order == kRisingBelowFirst && i == 0 ? 1000.0f : z, logits_RV.elements[i]);
   }
   Array<float> factors_R(num_rows);
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -86,4 +87,5 @@ CHECK(topk_logprobs) {
   compare<float>(1, 1, 1, 0, 1, kRandom, 5);
   compare<float>(1, 6151, 256, 0, 6150, kRising, 6);
   compare<Bfloat16>(1, 4099, 17, 0, 4099, kFewValues, 7);
+  compare<float>(1, 2051, 2, 0, 2051, kRisingBelowFirst, 8);
 }

@@ -6,14 +6,16 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.workshop import run_cli
-from tests.helpers.processes import CommandProcess
-from tests.helpers.runs import assert_same_run, metrics_without_times, trained_numbers
+from tests.helpers.processes import CommandProcess, start_ranks
+from tests.helpers.runs import assert_close_run, assert_same_run, metrics_without_times, trained_numbers
+from titan_opd.channel import generate_keys
 from titan_opd.observe import read_metrics
 from titan_opd.observe.lines import read_lines
 
@@ -248,3 +250,76 @@ def test_metrics_of_a_schedule_with_workers(workshop):
     run = workshop.train("measured", *OPTIONS, *asynchronous(1))
     last = [line for line in metrics_without_times(run) if line["kind"] == "train"][-1]
     assert last["staleness/share_0"] + last["staleness/share_1"] == pytest.approx(1)
+
+
+# ---- Several machines, many processes --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_trainer_processes_train_what_one_does(workshop, tmp_path):
+    options = (*OPTIONS, *FIXED, *asynchronous(0))
+    whole = workshop.train("one-process", *options)
+    run = tmp_path / "run"
+    arguments = ("train", workshop.toml, "--run.directory", run, *options, *WORKERS)
+    processes = start_ranks(*arguments, log=tmp_path / "run.log")
+    assert [process.wait() for process in processes] == [0, 0], (tmp_path / "run.log").read_text()
+    assert_close_run(run, whole)
+
+
+@pytest.mark.slow
+def test_two_trainer_processes_with_engines_in_them(workshop, tmp_path):
+    run = tmp_path / "run"
+    arguments = ("train", workshop.toml, "--run.directory", run, *OPTIONS, *asynchronous(1))
+    processes = start_ranks(*arguments, log=tmp_path / "run.log")
+    assert [process.wait() for process in processes] == [0, 0], (tmp_path / "run.log").read_text()
+    assert_every_sample_once(run)
+
+
+@pytest.mark.slow
+def test_workers_join_over_tcp_with_keys_and_nobody_without(workshop, tmp_path):
+    keys = tmp_path / "keys"
+    generate_keys(keys, ["conductor", "worker"])
+    port = free_port()
+    run = tmp_path / "run"
+    secured = ("--channel.address", f"tcp://127.0.0.1:{port}", "--channel.keys", keys)
+    options = (*OPTIONS, *asynchronous(1), "--training.steps", 12, "--rollout.placement", "workers")
+    process = start(workshop, run, (*options, *secured))
+    assert process.wait_until((run / "config.toml").exists), process.log.read_text()
+    worker = ("worker", run / "config.toml", "--role", "rollout")
+    stranger = CommandProcess(*worker, "--name", "stranger", "--channel.keys", "", log=tmp_path / "stranger.log")
+    assert stranger.wait() != 0
+    assert not trained_numbers(run) if (run / "journal.jsonl").exists() else True
+    member = CommandProcess(*worker, "--name", "member", log=tmp_path / "member.log")
+    assert process.wait() == 0, process.log.read_text() + (tmp_path / "member.log").read_text()
+    assert member.wait() == 0, (tmp_path / "member.log").read_text()
+    assert_every_sample_once(run, steps=12)
+
+
+@pytest.mark.slow
+def test_a_run_without_workers_says_who_is_missing(workshop, tmp_path):
+    run = tmp_path / "run"
+    options = (*OPTIONS, *asynchronous(1), "--rollout.placement", "workers", "--observe.stall_seconds", 6)
+    process = start(workshop, run, options)
+    assert process.wait() == 1, process.log.read_text()
+    report = (run / "watchdog.txt").read_text()
+    assert "rollout" in report
+    assert "no worker" in report or "never" in report or "missing" in report, report
+    assert "Traceback" not in process.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_taken_address_is_named(workshop, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        options = (*OPTIONS, *asynchronous(1), "--channel.address", address)
+        process = start(workshop, tmp_path / "run", options)
+        assert process.wait() in (1, 2)
+    assert f"{address} is taken" in process.log.read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

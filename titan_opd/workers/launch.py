@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from titan_opd.schedule.trainer_end import ScheduleCut, TrainerLink, WorkerSched
 from titan_opd.weights import named_weights
 from titan_opd.weights.stream import WEIGHT_LIMITS, WeightPublisher
 from titan_opd.workers.connection import conductor_address, conductor_endpoint, open_transport
-from titan_opd.workers.roles import connect_trainer, serve_conductor, serve_rollout, serve_teacher
+from titan_opd.workers.roles import ADDRESS_SECONDS, connect_trainer, serve_conductor, serve_rollout, serve_teacher
 from titan_opd.workers.supervisor import LocalWorker, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -283,6 +284,13 @@ class _Launcher:
         finally:
             port.close()
 
+    def _wait_for_failure(self) -> None:
+        """Raise what keeps the conductor from its address, once it has given up."""
+        end = time.monotonic() + ADDRESS_SECONDS + _JOIN_SECONDS
+        while time.monotonic() < end:
+            self._check()
+            time.sleep(0.1)
+
     # ---- The trainer's end -------------------------------------------------------------------------------------------
 
     def _link(self) -> TrainerLink:
@@ -291,7 +299,7 @@ class _Launcher:
         try:
             port = connect_trainer(self._config, self._parts.common, self._transport, self._address, store=kept.address)
         except ChannelError:
-            self._check()  # why the conductor is not there says more
+            self._wait_for_failure()  # why the conductor is not there says more
             raise
         self._resources.callback(port.close)
         for one in self._continuation.samples if self._continuation is not None else ():

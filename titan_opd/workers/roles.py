@@ -27,7 +27,7 @@ from titan_opd.workers.identity import run_identity
 from titan_opd.workers.rollout import RolloutWorker
 from titan_opd.workers.teacher import TeacherWorker
 
-_ADDRESS_SECONDS = 15.0  # how long a conductor waits for its address: that of a killed one is free after a while
+ADDRESS_SECONDS = 15.0  # how long a conductor waits for its address: that of a killed one is free after a while
 
 
 def serve_conductor(
@@ -187,7 +187,7 @@ def _hello(config: Config, common: Common, role: Role, name: str, store: Address
 
 
 def _listen(transport: Transport, endpoint: str, identity: Any, config: Config) -> ConductorPort:
-    end = time.monotonic() + _ADDRESS_SECONDS
+    end = time.monotonic() + ADDRESS_SECONDS
     while True:
         try:
             return ConductorPort(transport, endpoint, identity, port_limits(config))

@@ -264,11 +264,11 @@ class _Launcher:
 
     def _check(self) -> None:
         """Raise what ended a role that the run cannot do without."""
+        if self._supervisor is not None:
+            self._supervisor.check()
         for thread in self._threads:
             if thread.error is not None:
                 raise thread.error
-        if self._supervisor is not None:
-            self._supervisor.check()
 
     def _ask_report(self) -> dict[str, Any]:
         """The conductor's report, over a connection of its own: the trainer's belongs to its main thread."""
@@ -287,9 +287,10 @@ class _Launcher:
     def _wait_for_failure(self) -> None:
         """Raise what keeps the conductor from its address, once it has given up."""
         end = time.monotonic() + ADDRESS_SECONDS + _JOIN_SECONDS
-        while time.monotonic() < end:
-            self._check()
+        while self._supervisor is not None and time.monotonic() < end:
+            self._supervisor.check()
             time.sleep(0.1)
+        self._check()
 
     # ---- The trainer's end -------------------------------------------------------------------------------------------
 

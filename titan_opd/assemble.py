@@ -28,6 +28,7 @@ from titan_opd.learner import DistillationModel
 from titan_opd.models import Decoder, DecoderConfig, attention_backend, load_decoder
 from titan_opd.ops.noise import derive_seed
 from titan_opd.parallel import World, parallelize
+from titan_opd.parallel.cores import pin_to_cores
 from titan_opd.prompt_checks import check_prompts
 from titan_opd.rollout import RECORD_NOTHING, AnswersEngine, NativeEngine, Recording, RolloutEngine
 from titan_opd.schedule import ScheduleRules
@@ -139,6 +140,7 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
         ValueError: a missing or broken file, a tokenizer that does not fit its model or the teacher's, prompts that
             cannot be used; the message names it and the way out.
     """
+    pin_to_cores(config.run.cores, "run.cores")
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     _check_world(config, world)

@@ -27,7 +27,16 @@ from titan_opd.data.records import ScoredTrajectory
 from titan_opd.errors import writing
 from titan_opd.evaluation import Evaluator
 from titan_opd.learner import Learner
-from titan_opd.observe import Display, MetricsWriter, PhaseClock, PhaseTimes, make_table, phase_table, read_metrics
+from titan_opd.observe import (
+    Display,
+    MetricsWriter,
+    PhaseClock,
+    PhaseTimes,
+    make_table,
+    phase_table,
+    read_metrics,
+    trace,
+)
 from titan_opd.observe.diagnosis import RunState
 from titan_opd.observe.stacks import offer_stacks
 from titan_opd.observe.staleness import staleness_counts, staleness_metrics
@@ -259,7 +268,9 @@ class Run:
             write_samples(path, scored)
         samples = self._world.gather([TrainedSample.of(one.trajectory) for one in scored])
         if self._config.schedule.mode != "sync":
-            metrics = {**metrics, **self._staleness(scored)}
+            staleness = self._staleness(scored)
+            trace.counter("staleness", mean=staleness["staleness/mean"], max=staleness["staleness/max"])
+            metrics = {**metrics, **staleness}
         times = self._clock.take()
         self.summary.times += times
         self.step += 1

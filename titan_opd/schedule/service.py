@@ -17,14 +17,17 @@ from torch import Tensor
 
 from titan_opd.channel import Address, ChannelError, ConductorPort, Event, Joined, Left, PayloadStore, Said
 from titan_opd.channel import messages as wire
+from titan_opd.observe import trace
 from titan_opd.schedule.conductor import Conductor
 from titan_opd.schedule.headers import CHECKPOINT, AnswerHeader, Batch, BatchEntry, Waiting
+from titan_opd.schedule.pool import Stage
 
 logger = logging.getLogger(__name__)
 TRAINER = "trainer"  # its name on the channel
 _POLL_SECONDS = 0.05
 _WAITING_SECONDS = 1.0  # between two words to a trainer that waits
 _LEASES_A_MESSAGE = 512
+_COUNT_SECONDS = 0.1  # between two entries of the queues' lengths in the trace
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class ConductorService:
         self._stores: dict[str, Address] = {}
         self._room: dict[str, int] = {}  # how many leases a worker has asked for and not got yet
         self._wanted: int | None = None  # the version whose batch the trainer waits for
-        self._next_word = 0.0
+        self._next_word = self._next_count = 0.0
         self._newest: wire.NewVersion | None = None
         self._num_cuts = 0
         self._handlers = {
@@ -235,6 +238,9 @@ class ConductorService:
     def _serve(self) -> None:
         """Hand out what can be handed out now."""
         now = time.monotonic()
+        if now >= self._next_count:
+            self._next_count = now + _COUNT_SECONDS
+            trace.counter("queue", **{stage.value: len(self._conductor.pool.at(stage)) for stage in Stage})
         for name in list(self._room):
             self._lease(name, now)
         if self._wanted is None:

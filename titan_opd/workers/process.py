@@ -20,9 +20,9 @@ from titan_opd.assemble import read_common
 from titan_opd.channel import ChannelError, RefusedError
 from titan_opd.channel.keys import CONDUCTOR
 from titan_opd.config import Config
-from titan_opd.config.cores import parse_cores
 from titan_opd.observe.stacks import offer_stacks
 from titan_opd.observe.trace import open_tracer
+from titan_opd.parallel.cores import pin_to_cores
 from titan_opd.workers.connection import WORKER, conductor_address, conductor_endpoint, open_transport
 from titan_opd.workers.roles import serve_conductor, serve_rollout, serve_teacher
 
@@ -62,9 +62,7 @@ def run_worker(
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s")
     if ends_with_parent:
         _end_with_parent()
-    allowed = parse_cores(cores, "--cores")
-    if allowed is not None:
-        _pin(allowed)
+    pin_to_cores(cores, "--cores")
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     if role == "teacher" and config.teacher.engine == "none":
@@ -107,14 +105,6 @@ def _observed(config: Config, role: str, name: str) -> Iterator[None]:
         if config.observe.trace:
             stack.enter_context(open_tracer(folder, role, rank, max_mb=config.observe.trace_mb))
         yield
-
-
-def _pin(cores: frozenset[int]) -> None:
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as error:
-        there = sorted(os.sched_getaffinity(0))
-        raise ValueError(f"--cores {sorted(cores)}: this machine lets the process run on {there} ({error})") from error
 
 
 def _end_with_parent() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_opd.ops.noise import uniforms
+from titan_opd.ops.noise import race_uniforms, row_keys, uniforms
 
 INT63 = st.integers(0, 2**63 - 1)
 
@@ -38,6 +38,27 @@ def test_signed_arithmetic_equals_unsigned(seed, number, position, num_columns):
     expected = [((splitmix64(state, column) >> 12) + 0.5) / 2**52 for column in range(num_columns)]
     assert drawn.tolist() == [expected]
     assert all(0 < value < 1 for value in expected)
+
+
+def race_bits(key: int, draw: int, token: int) -> int:
+    """The 52 bits of csrc/noise.h for one id, in Python's unbounded integers."""
+    mask = 2**32 - 1
+    draw_key = splitmix64(key, draw)
+    word = token ^ (draw_key & mask)
+    word = (word ^ (word >> 16)) * 0x7FEB352D & mask
+    word = (word ^ (word >> 15)) + (draw_key >> 32) & mask
+    word = word * 0x846CA68B & mask
+    return (word ^ (word >> 16)) << 20 | splitmix64(draw_key, token) >> 44
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**70), number=INT63, position=INT63, tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1))
+def test_race_noise_is_what_its_definition_says(seed, number, position, tokens):
+    keys = row_keys(seed, torch.tensor([number]), torch.tensor([position]))
+    key = splitmix64(splitmix64(seed % 2**64, number), position)
+    assert keys.item() % 2**64 == key
+    expected = [[(race_bits(key, draw, token) + 0.5) / 2**52 for token in tokens] for draw in range(3)]
+    assert race_uniforms(keys, 3, torch.tensor(tokens))[0].tolist() == expected
 
 
 @settings(deadline=None)

@@ -49,11 +49,13 @@ class Problem:
         operator: its name in torch.ops.titan_opd.
         make: inputs of some size on a device; random, but a function of the generator.
         call: the operator on such inputs, which an in-place operator changes; its results by name.
+        unread: the argument that it writes without reading it, if there is one.
     """
 
     operator: str
     make: Callable[[Sizes, torch.Generator], Inputs]
     call: Callable[[Inputs], Outputs]
+    unread: str | None = None
 
     def inputs(self, sizes: Sizes, device: torch.device, seed: int = 0) -> Inputs:
         """Made on the device itself: at full size a matrix of logits takes minutes to come from the CPU."""
@@ -159,6 +161,20 @@ def _call_dense_pair_grad(inputs: Inputs) -> Outputs:
     return {"gradient": ops.dense_pair_grad_(**inputs)}
 
 
+def _make_multi_copy(sizes: Sizes, generator: torch.Generator) -> Inputs:
+    """As many uneven parts of a float32 vector as there are ids, into tensors of the dtype: weights being cast."""
+    total = sizes.num_rows * sizes.vocab
+    borders = torch.randint(0, total + 1, (sizes.num_ids - 1,), generator=generator, device=generator.device)
+    lengths = torch.diff(torch.tensor([0, *sorted(borders.tolist()), total])).tolist()
+    sources = [_normal(generator, length) for length in lengths]
+    return {"sources": sources, "destinations": [torch.empty_like(one, dtype=sizes.dtype) for one in sources]}
+
+
+def _call_multi_copy(inputs: Inputs) -> Outputs:
+    ops.multi_copy(**inputs)
+    return {"destinations": torch.cat(inputs["destinations"])}
+
+
 PROBLEMS = {
     problem.operator: problem
     for problem in (
@@ -168,6 +184,7 @@ PROBLEMS = {
         Problem("gumbel_sample", _make_gumbel_sample, _call_gumbel_sample),
         Problem("dense_pair_sums", _make_pair, _call_dense_pair_sums),
         Problem("dense_pair_grad_", _make_dense_pair_grad, _call_dense_pair_grad),
+        Problem("multi_copy", _make_multi_copy, _call_multi_copy, unread="destinations"),
     )
 }
 
@@ -198,9 +215,10 @@ def in_float64(inputs: Inputs) -> Inputs:
 class _Traffic(TorchDispatchMode):
     """Notes what the compiled operator itself reads and writes, whatever its face does beside it."""
 
-    def __init__(self, operator: str) -> None:
+    def __init__(self, problem: Problem) -> None:
         super().__init__()
-        self.operator = f"titan_opd::{operator}"
+        self.operator = f"titan_opd::{problem.operator}"
+        self.unread = problem.unread
         self.num_bytes = 0
         self.num_calls = 0
 
@@ -209,8 +227,8 @@ class _Traffic(TorchDispatchMode):
         if func._schema.name == self.operator:
             self.num_calls += 1
             for value, argument in zip(args, func._schema.arguments, strict=False):
-                writes = argument.alias_info is not None and argument.alias_info.is_write
-                self.num_bytes += _bytes(value) * (2 if writes else 1)
+                changes = argument.alias_info is not None and argument.alias_info.is_write
+                self.num_bytes += _bytes(value) * (2 if changes and argument.name != self.unread else 1)
             self.num_bytes += _bytes(result)
         return result
 
@@ -225,7 +243,7 @@ def traffic(problem: Problem, inputs: Inputs) -> int:
     Raises:
         RuntimeError: the call did not come to the compiled operator exactly once.
     """
-    with _Traffic(problem.operator) as mode:
+    with _Traffic(problem) as mode:
         problem.call(copied(inputs))
     if mode.num_calls != 1:
         raise RuntimeError(f"{problem.operator} was called {mode.num_calls} times, not once")

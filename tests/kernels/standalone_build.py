@@ -16,10 +16,11 @@ ROOT = Path(__file__).parents[2]
 CHECKS = Path(__file__).parent / "standalone"
 KERNELS = ROOT / "csrc" / "cuda"
 FIBERS = ROOT / "csrc" / "emu" / "fibers.cpp"
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZERS = ("-fsanitize=address,alignment,bounds,shift", "-fno-sanitize-recover=alignment,bounds,shift")
 SANITIZER_EXIT_CODE = 99
 FLAGS = (
-    *("-std=c++17", "-O1", "-g1", "-Wno-unknown-pragmas", "-fno-omit-frame-pointer", "-pthread"),
+    # Not optimised: half of the time goes into compiling.
+    *("-std=c++17", "-O0", "-g1", "-Wno-unknown-pragmas", "-fno-omit-frame-pointer", "-pthread"),
     *("-DTITAN_OPD_EMULATED", *SANITIZERS),
 )
 

@@ -27,6 +27,8 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA d
 
 def test_every_operator_has_a_problem():
     assert sorted(PROBLEMS) == sorted(tensor_operators())
+    with_bytes = [parameters[0] for parameters in test_traffic.pytestmark[0].args[1]]
+    assert sorted(with_bytes) == sorted(PROBLEMS)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
@@ -59,6 +61,8 @@ def test_the_reference_is_another_code_than_the_kernel(problem):
         ("dense_pair_sums", 2 * 4 * 100 * 2 + 4 * 4 * 4 + 9 * 4 * 4),
         # the student's logits twice, the teacher's, maxima and sums of both, offsets and coefficients.
         ("dense_pair_grad_", 3 * 4 * 100 * 2 + 4 * 4 * 4 + 2 * 4 * 4),
+        # float32 read, bfloat16 written.
+        ("multi_copy", 4 * 100 * 4 + 4 * 100 * 2),
     ],
 )
 def test_traffic(operator, num_bytes):

@@ -123,33 +123,39 @@ def short_name(declaration: str) -> str:
 
 
 def table(uses: Iterable[KernelUse]) -> str:
-    """In Markdown; kernels that take the same on every architecture share a line."""
-    of_kernel: dict[str, dict[str, KernelUse]] = {}
+    """In Markdown, a line for each kernel: the range over the types that it is compiled for."""
+    of_kernel: dict[str, dict[str, list[KernelUse]]] = {}
     for use in uses:
-        of_kernel.setdefault(use.kernel, {})[use.architecture] = use
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for kernel, by_architecture in of_kernel.items():
-        name, _, arguments = kernel.partition("<")
-        missing = [one for one in ARCHITECTURES if one not in by_architecture]
-        if missing:
-            raise ValueError(f"{kernel} was not compiled for {', '.join(missing)}")
-        columns = [by_architecture[one] for one in ARCHITECTURES]
-        cells = (
-            f"`{name}`",
-            *(str(use.registers) for use in columns),
-            _joined(use.shared_bytes for use in columns),
-            _joined(use.stack_bytes + use.spill_bytes for use in columns),
+        name = use.kernel.partition("<")[0]
+        of_kernel.setdefault(name, {}).setdefault(use.architecture, []).append(use)
+    heading = [
+        "kernel",
+        "variants",
+        *(f"registers, {one}" for one in ARCHITECTURES),
+        "static shared",
+        "stack and spills",
+    ]
+    rows = [heading, ["---"] * len(heading)]
+    for name, by_architecture in of_kernel.items():
+        variants = [{use.kernel for use in by_architecture.get(one, [])} for one in ARCHITECTURES]
+        if any(some != variants[0] for some in variants):
+            raise ValueError(f"{name} was not compiled in the same variants for {' and '.join(ARCHITECTURES)}")
+        everywhere = [use for one in ARCHITECTURES for use in by_architecture[one]]
+        rows.append(
+            [
+                f"`{name}`",
+                str(len(variants[0])),
+                *(_range(use.registers for use in by_architecture[one]) for one in ARCHITECTURES),
+                _range(use.shared_bytes for use in everywhere),
+                _range(use.stack_bytes + use.spill_bytes for use in everywhere),
+            ]
         )
-        lines.setdefault(cells, []).append(arguments.removesuffix(">") or "-")
-    heading = ["kernel", "types", *(f"registers, {one}" for one in ARCHITECTURES), "static shared", "stack and spills"]
-    rows = [[name, "; ".join(types), *rest] for (name, *rest), types in lines.items()]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heading, ["---"] * len(heading), *rows))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-def _joined(numbers: Iterable[int]) -> str:
-    """One number where all architectures agree, else all of them."""
-    numbers = list(numbers)
-    return str(numbers[0]) if len(set(numbers)) == 1 else " / ".join(map(str, numbers))
+def _range(numbers: Iterable[int]) -> str:
+    numbers = sorted(numbers)
+    return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]} - {numbers[-1]}"
 
 
 def stored_table(text: str) -> tuple[str, str]:

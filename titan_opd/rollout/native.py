@@ -6,7 +6,6 @@ prompts. A finished sequence leaves at once, and a waiting one takes its place.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import Decoder
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 from titan_opd.rollout.reading import read_answers
+from titan_opd.rollout.requests import check_numbers, check_prompt, check_stop_ids, check_vocabulary
 from titan_opd.rollout.sampler import Sampler
 from titan_opd.rollout.stream import PinnedStream, Stream
 from titan_opd.rollout.update import InPlaceUpdate, NamedTensors
@@ -57,12 +57,7 @@ class NativeEngine:
         recompute_kv: bool = True,
         fixed_shapes: bool = False,
     ) -> None:
-        if vocab_size > decoder.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {vocab_size} tokens and the model's embedding {decoder.config.vocab_size} rows: "
-                "tokens without a row cannot be read or written; use the model's own tokenizer, or a model whose "
-                f"embedding was enlarged to at least {vocab_size} rows"
-            )
+        check_vocabulary(vocab_size, decoder.config)
         self.policy_version = 0
         self._decoder = decoder
         self._update = InPlaceUpdate(decoder)
@@ -75,7 +70,7 @@ class NativeEngine:
         self._fixed_shapes = fixed_shapes
         self._stream: Stream | None = None  # what `submit` opened; None while nothing runs or waits
         self._stream_settings: tuple[SamplingConfig, Recording] | None = None
-        self._check_stop_ids(self._stop_ids)
+        check_stop_ids(self._stop_ids, vocab_size)
 
     @torch.no_grad()  # not inference_mode: autograd could not save what that makes, and the loss reads trajectories
     def generate(
@@ -212,7 +207,7 @@ class NativeEngine:
             ValueError: the settings cannot be met, or the last weight update failed.
         """
         self._update.check()
-        _check_numbers([trajectory.sample for trajectory in trajectories])
+        check_numbers([trajectory.sample for trajectory in trajectories])
         read = read_answers(
             self._decoder,
             trajectories,
@@ -273,46 +268,13 @@ class NativeEngine:
         self, samples: Sequence[Sample], sampling: SamplingConfig, in_flight: Iterable[Sample] = ()
     ) -> None:
         self._update.check()
-        self._check_stop_ids(self._stop_ids | set(sampling.stop_ids))
+        check_stop_ids(self._stop_ids | set(sampling.stop_ids), self._vocab_size)
         for sample in samples:
-            self._check_prompt(sample, sampling.max_new_tokens)
-        _check_numbers([*in_flight, *samples])
-
-    def _check_stop_ids(self, stop_ids: Collection[int]) -> None:
-        unreachable = sorted(stop_id for stop_id in stop_ids if not 0 <= stop_id < self._vocab_size)
-        if unreachable:
-            raise ValueError(
-                f"stop ids {unreachable} are not among the tokenizer's {self._vocab_size} tokens and could never end "
-                "an answer; remove them from sampling.stop_ids, or use the model's own tokenizer"
+            check_prompt(
+                sample.prompt,
+                vocab_size=self._vocab_size,
+                max_prompt_tokens=self._max_prompt_tokens,
+                max_new_tokens=sampling.max_new_tokens,
+                context=self._decoder.config.max_position_embeddings,
             )
-
-    def _check_prompt(self, sample: Sample, max_new_tokens: int) -> None:
-        prompt = sample.prompt
-        length, context = len(prompt.token_ids), self._decoder.config.max_position_embeddings
-        if not length:
-            raise ValueError(f"prompt {prompt.id!r} has no tokens; the first token of an answer needs one before it")
-        if length > self._max_prompt_tokens:
-            raise ValueError(
-                f"prompt {prompt.id!r} has {length} tokens, data.max_prompt_tokens = {self._max_prompt_tokens}; raise "
-                "the limit, or skip such prompts with data.overlong = 'skip'"
-            )
-        if length + max_new_tokens > context:
-            raise ValueError(
-                f"prompt {prompt.id!r} has {length} tokens and sampling.max_new_tokens = {max_new_tokens}: together "
-                f"more than the model's context of {context} (max_position_embeddings); lower max_new_tokens or "
-                "data.max_prompt_tokens"
-            )
-        lowest, highest = int(prompt.token_ids.min()), int(prompt.token_ids.max())
-        if lowest < 0 or highest >= self._vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"prompt {prompt.id!r} holds token {wrong}, outside the tokenizer's {self._vocab_size} tokens; was it "
-                "tokenized with another tokenizer?"
-            )
-
-
-def _check_numbers(samples: Sequence[Sample]) -> None:
-    counts = Counter(sample.number for sample in samples)
-    twice = sorted(number for number, count in counts.items() if count > 1)
-    if twice:
-        raise ValueError(f"samples share the numbers {twice[:5]}: they would draw the same noise; number them uniquely")
+        check_numbers([*in_flight, *samples])

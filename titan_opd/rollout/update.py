@@ -38,11 +38,11 @@ class InPlaceUpdate:
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
         if isinstance(named_tensors, Collection):
-            checks = _Checks(self._decoder, version)
+            checks = WeightChecks(self._decoder, version)
             for name, tensor in named_tensors:
                 checks.take(name, tensor)
             checks.finish()
-        checks = _Checks(self._decoder, version)
+        checks = WeightChecks(self._decoder, version)
         copying = False
         try:
             for name, tensor in named_tensors:
@@ -71,8 +71,13 @@ class InPlaceUpdate:
             )
 
 
-class _Checks:
-    """What can be wrong with the tensors of one update, as they come."""
+class WeightChecks:
+    """What can be wrong with the tensors of one update, as they come.
+
+    Args:
+        decoder: says what is expected; one on the meta device will do.
+        version: of the weights.
+    """
 
     def __init__(self, decoder: Decoder, version: int) -> None:
         self._parameters = dict(decoder.named_parameters())

@@ -60,7 +60,7 @@ __device__ __forceinline__ void sort_descending(uint64_t* keys, int size) {
 }
 
 template <typename Logit>
-__global__ void __launch_bounds__(kThreads) topk_logprobs_kernel(TopkLogprobsTask<Logit> task, int capacity) {
+__global__ void __launch_bounds__(kThreads, 1) topk_logprobs_kernel(TopkLogprobsTask<Logit> task, int capacity) {
   __shared__ uint64_t keys[kMaxCapacity];
   __shared__ int num_keys;  // also those that found no room
   __shared__ ExpSum sums[2][kWarps];

@@ -113,7 +113,7 @@ def train_chain(config: Config, world: World) -> PolicyChain:
         if last - version in STALENESS:
             policies[last - version] = _copy(parts.student)
         if version < last:
-            batches = pack(schedule.next_batch(), config.training.tokens_per_microbatch)
+            batches = pack(schedule.next_batch(version), config.training.tokens_per_microbatch)
             learner.step(learner.with_proximal_policy(batches), current_version=version)
             parts.engine.load_weights(named_weights(parts.student), version + 1)
     assert parts.teacher is not None

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from titan_opd.config.objective import Objective
-from titan_opd.config.schema import OptimizerConfig
+from titan_opd.config.schema import OptimizerConfig, TrainingConfig
 from titan_opd.data.records import PackedBatch
 from titan_opd.learner import DistillationModel, Learner
 from titan_opd.losses import TeacherScores
@@ -67,7 +67,7 @@ def make_batch(vocab_size: int, num_tokens: int, num_sequences: int) -> PackedBa
 def our_step(folder: str, batch: PackedBatch, world: World, dtype: torch.dtype) -> Callable[[], float]:
     decoder = load_decoder(folder)
     model = DistillationModel(decoder, vocab_size=decoder.config.vocab_size, logits_chunk_mb=256)
-    parallelize(model, decoder, world, compute_dtype=dtype, recompute_activations=False)
+    parallelize(model, decoder, world.mesh, TrainingConfig(steps=1, compute_dtype=str(dtype).removeprefix("torch.")))
     learner = Learner(model, OBJECTIVE, OPTIMIZER, num_steps=10_000, seed=0, world=world)
     return lambda: learner.step([batch], current_version=0)["loss"]
 

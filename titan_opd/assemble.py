@@ -153,16 +153,16 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     contexts = {"student.path": student.config.max_position_embeddings}
     if teacher is not None:
         contexts["teacher.path"] = teacher.config.max_position_embeddings
-    check_prompts(config, common.train_prompts, eval_prompts, contexts=contexts, world_size=world.size)
+    check_prompts(config, common.train_prompts, eval_prompts, contexts=contexts, world_size=world.dp_size)
     writer = build_engine(config, common, world.device)
     writer.load_weights(student.named_parameters(), 0)
     model = DistillationModel(student, vocab_size=common.vocab_size, logits_chunk_mb=config.training.logits_chunk_mb)
     parallelize(
         model,
         student,
-        world,
-        compute_dtype=getattr(torch, config.training.compute_dtype),
-        recompute_activations=config.training.recompute_activations,
+        world.mesh,
+        config.training,
+        config.parallel,
         forward_methods=("sweep",),
     )
 
@@ -195,10 +195,10 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
 
 def _check_world(config: Config, world: World) -> None:
     per_step = config.schedule.batch // config.schedule.minibatches
-    if per_step % world.size:
+    if per_step % world.dp_size:
         raise ValueError(
             f"schedule.batch / schedule.minibatches = {per_step} answers a step cannot be shared equally by "
-            f"{world.size} processes; choose a multiple of {world.size}, or another number of processes"
+            f"{world.describe_shares()}; choose a multiple of {world.dp_size}, or another number of processes"
         )
 
 

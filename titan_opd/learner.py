@@ -9,16 +9,25 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_opd.config.objective import Objective
-from titan_opd.config.schema import OptimizerConfig
+from titan_opd.config.schema import OptimizerConfig, ParallelConfig
 from titan_opd.data.records import PackedBatch
-from titan_opd.losses import DistillationOutput, binding_squares, distillation_loss, m2po_bound, policy_logprobs
+from titan_opd.losses import (
+    DistillationOutput,
+    TeacherScores,
+    binding_squares,
+    distillation_loss,
+    m2po_bound,
+    policy_logprobs,
+)
 from titan_opd.models import Decoder, PackedAttention
 from titan_opd.observe import trace
 from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
-from titan_opd.parallel import World, reshard, return_freed_memory, whole_tensor
+from titan_opd.parallel import World, begin_micro_batch, own_rows, reshard, return_freed_memory, whole_tensor
 
 
 class DistillationModel(nn.Module):
@@ -47,11 +56,12 @@ class DistillationModel(nn.Module):
         m2po_bound: Tensor | None = None,
     ) -> DistillationOutput:
         """The loss of one micro-batch, over the `num_tokens` trained tokens of the whole optimizer step."""
+        weight_VH, tp_group = own_rows(self.decoder.lm_head_weight)
         return distillation_loss(
-            self._response_states(batch),
-            self.decoder.lm_head_weight,
+            self._response_states(batch, tp_group),
+            weight_VH,
             objective,
-            batch.scores,
+            self._own_scores(batch.scores, tp_group),
             batch.token_weights,
             num_tokens=num_tokens,
             policy_versions=batch.policy_versions,
@@ -60,25 +70,38 @@ class DistillationModel(nn.Module):
             logits_chunk_mb=self.logits_chunk_mb,
             generator=generator,
             m2po_bound=m2po_bound,
+            tp_group=tp_group,
         )
 
     @torch.no_grad()
     def sweep(self, batch: PackedBatch, objective: Objective, read: Callable[..., Tensor]) -> Tensor:
         """What `read`, one of the functions in titan_opd/losses/sweeps.py, finds in one micro-batch."""
+        weight_VH, tp_group = own_rows(self.decoder.lm_head_weight)
         return read(
-            self._response_states(batch),
-            self.decoder.lm_head_weight,
+            self._response_states(batch, tp_group),
+            weight_VH,
             objective,
-            batch.scores,
+            self._own_scores(batch.scores, tp_group),
             batch.token_weights,
             vocab_size=self.vocab_size,
             logits_chunk_mb=self.logits_chunk_mb,
+            tp_group=tp_group,
         )
 
-    def _response_states(self, batch: PackedBatch) -> Tensor:
+    def _response_states(self, batch: PackedBatch, tp_group: dist.ProcessGroup | None) -> Tensor:
         """[N, H] the hidden states that predict the response tokens."""
+        if tp_group is not None:  # sequence parallelism divides the tokens
+            batch = pad_tokens(batch, tp_group.size())
         attention = PackedAttention(batch.cu_seqlens, batch.max_seqlen)
         return self.decoder(batch.input_ids, batch.positions, attention)[batch.loss_positions]
+
+    def _own_scores(self, scores: TeacherScores, tp_group: dist.ProcessGroup | None) -> TeacherScores:
+        """The scores with as much of the teacher's output projection as this rank has of the student's."""
+        if tp_group is None or scores.lm_head_weight is None:
+            return scores
+        num_rows = -(-self.decoder.config.vocab_size // tp_group.size())  # as torch.chunk cuts the student's
+        end = min((tp_group.rank() + 1) * num_rows, self.decoder.config.vocab_size)
+        return replace(scores, lm_head_weight=scores.lm_head_weight[tp_group.rank() * num_rows : end])
 
 
 class Learner:
@@ -91,6 +114,7 @@ class Learner:
         num_steps: optimizer steps of the whole run, for the learning-rate schedule.
         seed: of what an objective draws (the student's sample of a dense `hybrid`).
         world: the processes.
+        parallel: when gradients cross the processes.
     """
 
     def __init__(
@@ -102,6 +126,7 @@ class Learner:
         num_steps: int,
         seed: int,
         world: World,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         self.model = model
         self.optimizer = build_optimizer(model.parameters(), config)
@@ -111,6 +136,7 @@ class Learner:
         self._num_steps = num_steps
         self._seed = seed
         self._world = world
+        self._parallel = parallel or ParallelConfig()
 
     def with_proximal_policy(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """The same micro-batches with the present student as the proximal policy, where the objective has one.
@@ -152,11 +178,13 @@ class Learner:
             group["lr"] = rate
 
         # Made anew from the step's number, so that a resumed run draws what the uninterrupted one would have drawn.
-        entropy = np.random.SeedSequence([self._seed, self.steps_taken, self._world.rank])
+        entropy = np.random.SeedSequence([self._seed, self.steps_taken, self._world.dp_rank])
         generator = torch.Generator().manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         bound = self._m2po_bound(batches)
         outputs = []
-        for batch in equalize(batches, self._world):
+        equalized = equalize(batches, self._world)
+        for number, batch in enumerate(equalized, start=1):
+            begin_micro_batch(self.model, self._parallel, is_last=number == len(equalized))
             with trace.span("forward-backward", tokens=len(batch.input_ids)):
                 output = self.model(
                     batch.to(self._world.device),
@@ -193,7 +221,7 @@ class Learner:
         """M2PO's bound: it depends on all samples of the optimizer step, in every micro-batch of every process."""
         if self._objective.correction != "m2po":
             return None
-        squares = self._world.gather(torch.cat(self._sweep(batches, binding_squares)))
+        squares = self._world.gather_shares(torch.cat(self._sweep(batches, binding_squares)))
         return m2po_bound(torch.cat(squares), self._objective.m2_budget).to(self._world.device)
 
     def _sweep(self, batches: Sequence[PackedBatch], read: Callable[..., Tensor]) -> list[Tensor]:
@@ -216,6 +244,21 @@ def equalize(batches: Sequence[PackedBatch], world: World) -> list[PackedBatch]:
     shortest = min(batches, key=lambda batch: len(batch.input_ids))
     filler = replace(shortest, token_weights=torch.zeros_like(shortest.token_weights))
     return [*batches, *[filler] * (most - len(batches))]
+
+
+def pad_tokens(batch: PackedBatch, multiple: int) -> PackedBatch:
+    """The batch with one more sequence of a few tokens, which train nothing, so that `multiple` divides its tokens."""
+    missing = -len(batch.input_ids) % multiple
+    if missing == 0:
+        return batch
+    padding = torch.arange(missing, device=batch.positions.device)
+    return replace(
+        batch,
+        input_ids=F.pad(batch.input_ids, (0, missing)),
+        positions=torch.cat([batch.positions, padding]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + missing]),
+        max_seqlen=max(batch.max_seqlen, missing),
+    )
 
 
 def sum_losses(outputs: Sequence[DistillationOutput], world: World) -> float:

@@ -261,12 +261,12 @@ class Run:
 
     def record(self, scored: Sequence[ScoredTrajectory], metrics: Mapping[str, float]) -> None:
         """The next step is done: write down what it trained (this process's `scored`), its metrics and its times."""
-        if self._config.journal.payload:
-            path = payload_file(self.path, self.step + 1, self._world.rank)
+        if self._config.journal.payload and self._world.tp_rank == 0:
+            path = payload_file(self.path, self.step + 1, self._world.dp_rank)
             with writing(path):
                 path.parent.mkdir(exist_ok=True)
             write_samples(path, scored)
-        samples = self._world.gather([TrainedSample.of(one.trajectory) for one in scored])
+        samples = self._world.gather_shares([TrainedSample.of(one.trajectory) for one in scored])
         if self._config.schedule.mode != "sync":
             staleness = self._staleness(scored)
             trace.counter("staleness", mean=staleness["staleness/mean"], max=staleness["staleness/max"])

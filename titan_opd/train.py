@@ -33,7 +33,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         StorageError: a checkpoint or a log could not be written; the checkpoints before it are intact.
     """
     clock = PhaseClock()
-    with open_world() as world, Run.open(config, world, clock, resume=resume) as run:
+    with open_world(config.parallel) as world, Run.open(config, world, clock, resume=resume) as run:
         parts = assemble(config, world, checkpoint=run.checkpoint)
         learner = Learner(
             parts.model,
@@ -42,6 +42,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
             num_steps=config.training.steps * config.schedule.minibatches,
             seed=config.run.seed,
             world=world,
+            parallel=config.parallel,
         )
         run.begin(parts, learner)
         with run.open_schedule(parts, replay) as schedule:

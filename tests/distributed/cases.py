@@ -129,14 +129,7 @@ def refusal(toml: Path, *options: str) -> tuple[int, str]:
 def make_model(student: str, world: World) -> DistillationModel:
     decoder = make_decoder(student, seed=0)
     model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=0.001)
-    parallelize(
-        model,
-        decoder,
-        world,
-        compute_dtype=torch.float32,
-        recompute_activations=False,
-        forward_methods=("sweep",),
-    )
+    parallelize(model, decoder, world.mesh, TrainingConfig(steps=1), forward_methods=("sweep",))
     return model
 
 

@@ -11,6 +11,7 @@ from tests.distributed.cases import OBJECTIVES, make_scorer
 from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
 from tests.helpers.trajectories import make_trajectories
 from tests.helpers.worlds import run_world
+from titan_opd.config.schema import TrainingConfig
 from titan_opd.data import pack
 from titan_opd.learner import DistillationModel
 from titan_opd.losses import distillation
@@ -33,7 +34,7 @@ def sharded_gradient(family: str, world: World) -> dict[str, Any]:
     """The projection's reduced gradient, and this process's part of it as its head computed it."""
     decoder = make_decoder(family, seed=0)
     model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=ONE_ROW_MB)
-    parallelize(model, decoder, world, compute_dtype=torch.bfloat16, recompute_activations=False)
+    parallelize(model, decoder, world.mesh, TrainingConfig(steps=1, compute_dtype="bfloat16"))
     objective = OBJECTIVES["forward_kl"]
     answers = make_trajectories(2, vocab_size=VOCAB_SIZE, longest=8, seed=3)
     (batch,) = pack(make_scorer(objective).score(world.share(answers)), 100)

@@ -8,7 +8,7 @@ import transformers
 
 from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
 from titan_opd.config import Objective, SamplingConfig
-from titan_opd.config.schema import ArithmeticConfig, OptimizerConfig, RolloutConfig
+from titan_opd.config.schema import ArithmeticConfig, OptimizerConfig, RolloutConfig, TrainingConfig
 from titan_opd.data import Sample, pack
 from titan_opd.data.arithmetic import arithmetic_prompts
 from titan_opd.learner import DistillationModel, Learner
@@ -47,7 +47,7 @@ class Loop:
             seed=0,
         )
         self.model = DistillationModel(self.student, vocab_size=VOCAB_SIZE, logits_chunk_mb=1.0)
-        parallelize(self.model, self.student, world, compute_dtype=torch.float32, recompute_activations=False)
+        parallelize(self.model, self.student, world.mesh, TrainingConfig(steps=1))
         optimizer = OptimizerConfig(learning_rate=2e-2, decay="constant")
         self.learner = Learner(self.model, objective, optimizer, num_steps=9, seed=0, world=world)
         self.scorer = NativeScorer(

@@ -311,15 +311,68 @@ class TrainingConfig:
         "of the student's layers while training; weights, gradients and optimizer stay float32",
         choices=DTYPES,
     )
-    recompute_activations: bool = option(
-        False, "keep only each layer's input for the backward pass: less memory, a third more computation"
+    recompute_activations: str = option(
+        "none",
+        "what the backward pass computes again instead of keeping it: 'full': all of a layer but its input (least "
+        "memory, a third more computation); 'selective': all but products, attention and collectives",
+        choices=("none", "full", "selective"),
     )
+    compile: bool = option(False, "compile each layer with torch.compile: slow first steps, fewer kernels after them")
     logits_chunk_mb: float = option(
         256.0, "memory of one chunk of logits in the loss head and the scorer, MiB", above=0
     )
 
     def __post_init__(self) -> None:
         check_section(self, "training")
+        if self.compile and self.recompute_activations == "selective":
+            raise ValueError(
+                "training.compile = true decides by itself which products a layer keeps, so "
+                "training.recompute_activations = 'selective' has no effect; set it to 'none' or 'full'"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the trainer's processes share the student; titan_opd/parallel/README.md says what each way costs.
+
+    The processes that torchrun starts are dp_replicate x dp_shard x tp.
+    """
+
+    dp_replicate: int = option(1, "copies of the sharded student; each trains other samples (HSDP)", minimum=1)
+    dp_shard: int = option(
+        -1, "processes that share one copy's parameters, each with samples of its own (FSDP); -1: all that are left"
+    )
+    tp: int = option(
+        1,
+        "processes that split every matrix and work on the same samples (tensor parallel); divides the heads",
+        minimum=1,
+    )
+    sequence_parallel: bool = option(
+        False, "between the matrices the processes of `tp` have tokens of their own: less memory, the same traffic"
+    )
+    reshard_after_forward: bool = option(
+        True,
+        "free a layer's gathered parameters after its forward pass; false: they stay until the last backward pass of "
+        "the step: more memory, one gather a step",
+    )
+    prefetch: int = option(0, "layers gathered ahead of their use; 0: FSDP's own choice", minimum=0)
+    reduce_gradients: str = option(
+        "last",
+        "when gradients are summed over processes: after a step's last micro-batch (each process holds a whole "
+        "gradient until then), or after each (shards of it only)",
+        choices=("last", "each"),
+    )
+    cpu_offload: bool = option(False, "parameters, gradients and optimizer state live in the host's memory")
+
+    def __post_init__(self) -> None:
+        check_section(self, "parallel")
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            raise ValueError(f"parallel.dp_shard = {self.dp_shard} must be a number of processes, or -1 for the rest")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "parallel.sequence_parallel = true splits tokens among the processes of parallel.tp, which is 1; "
+                "set parallel.tp, or leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -394,6 +447,7 @@ class Config:
     schedule: ScheduleConfig = option(ScheduleConfig, "who may start which prompt when")
     channel: ChannelConfig = option(ChannelConfig, "how the processes of a run find each other")
     journal: JournalConfig = option(JournalConfig, "which samples each step trained")
+    parallel: ParallelConfig = option(ParallelConfig, "how the trainer's processes share the student")
     optimizer: OptimizerConfig = option(OptimizerConfig, "AdamW with warm-up and decay")
     evaluation: EvaluationConfig = option(EvaluationConfig, "held-out prompts, answered and graded")
     checkpoint: CheckpointConfig = option(CheckpointConfig, "weights on disk")

@@ -100,7 +100,7 @@ def evaluate(
     share = samples if world is None else world.share(samples)
     answers = [_grade(trajectory, grader, tokenizer) for trajectory in engine.generate(share, sampling)]
     if world is not None:
-        answers = [answer for share in world.gather(answers) for answer in share]
+        answers = [answer for share in world.gather_shares(answers) for answer in share]
     return EvaluationResult(tuple(sorted(answers, key=lambda answer: answer.trajectory.sample.number)))
 
 

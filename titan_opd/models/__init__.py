@@ -10,14 +10,13 @@ from titan_opd.models.checkpoint import (
     weight_shapes,
 )
 from titan_opd.models.config import DecoderConfig
-from titan_opd.models.decoder import Decoder, apply_activation_checkpointing
+from titan_opd.models.decoder import Decoder
 
 __all__ = [
     "Attention",
     "Decoder",
     "DecoderConfig",
     "PackedAttention",
-    "apply_activation_checkpointing",
     "attention_backend",
     "load_decoder",
     "load_weights",

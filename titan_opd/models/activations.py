@@ -18,16 +18,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor, Placement
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467, equation 4)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467, equation 4).
+
+    Attributes:
+        weight_grad_placements: under tensor parallelism, where the weight is a whole DTensor on every rank, what a
+            rank's gradient of it is: the same on all, or its part of a sum.
+    """
+
+    weight_grad_placements: tuple[Placement, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], in x's dtype; the mean is taken in float32 for narrower types."""
+        weight_H = self.weight
+        if isinstance(weight_H, DTensor):
+            weight_H = weight_H.to_local(grad_placements=self.weight_grad_placements)
         if x.is_cuda:  # PyTorch's fused kernel keeps as little
-            return super().forward(x)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+            return F.rms_norm(x, self.normalized_shape, weight_H, self.eps)
+        return _RMSNorm.apply(x, weight_H, self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):

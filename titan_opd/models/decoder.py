@@ -9,11 +9,11 @@ I intermediate size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from titan_opd.models.activations import RMSNorm, made_again, swiglu
 from titan_opd.models.attention import Attention
@@ -68,17 +68,17 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.recompute_activations = False
+        self.checkpoint: Callable[..., Tensor] | None = None  # calls a function and keeps less than it would
 
     def forward(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
         inputs = (x_TH, cos_T1F, sin_T1F, attention)
-        if self.recompute_activations and torch.is_grad_enabled():
-            return checkpoint(self._compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # no randomness
+        if self.checkpoint is not None and torch.is_grad_enabled():
+            return self.checkpoint(self._compute, *inputs)
         return self._compute(*inputs)
 
     def _compute(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
-        # Where the whole layer is computed again for the backward pass, recipes would hold tensors that it lets go.
-        keep = self.recompute_activations
+        # Where the layer is computed again for the backward pass, recipes would hold tensors that it lets go.
+        keep = self.checkpoint is not None
         normed_TH = self.input_layernorm(x_TH)
         with nullcontext() if keep else made_again(normed_TH, lambda: self.input_layernorm(x_TH)):
             attended_TH = x_TH + self.self_attn(normed_TH, cos_T1F, sin_T1F, attention)
@@ -152,9 +152,3 @@ class Decoder(nn.Module):
                     module.bias.zero_()
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-
-
-def apply_activation_checkpointing(decoder: Decoder) -> None:
-    """Keep only each layer's input for the backward pass and compute the rest of the layer again there."""
-    for layer in decoder.model.layers:
-        layer.recompute_activations = True

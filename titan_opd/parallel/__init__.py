@@ -1,7 +1,18 @@
 """The trainer's processes and how the student is spread over them."""
 
-from titan_opd.parallel.fsdp import parallelize, reshard, whole_tensor
+from titan_opd.parallel.fsdp import begin_micro_batch, reshard, whole_tensor
 from titan_opd.parallel.memory import return_freed_memory
+from titan_opd.parallel.parallelize import parallelize
+from titan_opd.parallel.tensor_parallel import own_rows
 from titan_opd.parallel.world import World, open_world
 
-__all__ = ["World", "open_world", "parallelize", "reshard", "return_freed_memory", "whole_tensor"]
+__all__ = [
+    "World",
+    "begin_micro_batch",
+    "open_world",
+    "own_rows",
+    "parallelize",
+    "reshard",
+    "return_freed_memory",
+    "whole_tensor",
+]

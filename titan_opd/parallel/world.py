@@ -12,7 +12,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_opd.config.schema import ParallelConfig
+from titan_opd.parallel.mesh import build_mesh
 
 T = TypeVar("T")
 
@@ -21,11 +24,14 @@ T = TypeVar("T")
 class World:
     """This process among the trainer's processes.
 
+    Processes that differ only on the axis tp hold parts of the same matrices and train on the same samples; whatever
+    counts samples is shared, and summed, over the others: the data-parallel ones.
+
     Attributes:
         rank: of this process, from 0.
-        size: number of processes; each holds a shard of the student and takes its share of the samples.
+        size: number of processes.
         device: where this process computes.
-        mesh: [size], axis "dp", for FSDP.
+        mesh: [dp_replicate, dp_shard, tp], and dp.
     """
 
     rank: int
@@ -38,17 +44,49 @@ class World:
         """Whether this process writes files and talks to the person."""
         return self.rank == 0
 
+    @property
+    def dp_size(self) -> int:
+        """Into how many shares the samples are divided."""
+        return self.size // self.tp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share this process has."""
+        return self.rank // self.tp_size
+
+    @property
+    def tp_size(self) -> int:
+        """How many processes have the same share."""
+        return self.mesh["tp"].size()
+
+    @property
+    def tp_rank(self) -> int:
+        """This process among them."""
+        return self.rank % self.tp_size
+
+    def describe_shares(self) -> str:
+        """Who shares the samples, for errors."""
+        if self.tp_size == 1:
+            return f"{self.size} processes"
+        return f"{self.dp_size} groups of parallel.tp = {self.tp_size} processes"
+
     def share(self, items: Sequence[T]) -> list[T]:
-        """This process's items: every `size`-th, so that neighbours (answers to one prompt) are spread."""
-        return list(items[self.rank :: self.size])
+        """This process's items: every `dp_size`-th, so that neighbours (answers to one prompt) are spread."""
+        return list(items[self.dp_rank :: self.dp_size])
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over processes of a CPU tensor of the same shape everywhere."""
+        """The sum over the shares of a CPU tensor of the same shape everywhere."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The largest over processes, element by element."""
+        """The largest over the shares, element by element."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def gather_shares(self, value: T) -> list[T]:
+        """The values of all shares, in order, in every process."""
+        values: list[Any] = [None] * self.dp_size
+        dist.all_gather_object(values, value, group=self._dp_group)
+        return values
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, by rank, in every process."""
@@ -56,22 +94,37 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def agree(self, value: T) -> T:
+        """The value of the first of the processes that have this one's share, in all of them."""
+        if self.tp_size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, group=self.mesh.get_group("tp"), group_src=0)
+        return values[0]
+
     def barrier(self) -> None:
         """Wait until every process is here."""
         dist.barrier()
 
     def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = tensor.clone()
-        dist.all_reduce(total, operation)
+        dist.all_reduce(total, operation, group=self._dp_group)
         return total
+
+    @property
+    def _dp_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("dp")
 
 
 @contextmanager
-def open_world() -> Iterator[World]:
-    """Join the processes that torchrun started, or be the only one.
+def open_world(config: ParallelConfig = ParallelConfig()) -> Iterator[World]:  # noqa: B008 (frozen)
+    """Join the processes that torchrun started, or be the only one, and arrange them as `config` says.
 
     A lone process has a process group too, over a store in its own memory: it needs no port, and whatever follows has
     one code path. A group that exists already is used and left open.
+
+    Raises:
+        ValueError: the axes of `config` do not multiply to the number of processes.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -84,7 +137,7 @@ def open_world() -> Iterator[World]:
         dist.init_process_group(backend, **lone)
     size = dist.get_world_size()
     try:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
+        mesh = build_mesh(config, device.type, size)
         yield World(dist.get_rank(), size, device, mesh)
     finally:
         if opened:

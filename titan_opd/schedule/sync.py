@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class SyncSchedule:
         with self._clock.phase("rollout"):
             trajectories = self.engine.generate(samples, self._sampling, self._recording)
         with self._clock.phase("score"):
-            scored = self.scorer.score(trajectories)
+            scored = _agreed(self.scorer.score(trajectories), self._world)
         num_tokens = sum(len(trajectory.response_ids) for trajectory in trajectories)
         if trajectories[0].finish_reason != "expert":  # a speed is told of work that was done
             self._clock.count_tokens("rollout", num_tokens)
@@ -63,3 +64,12 @@ class SyncSchedule:
 
     def report(self) -> None:
         """Nobody else is at work."""
+
+
+def _agreed(scored: list[ScoredTrajectory], world: World) -> list[ScoredTrajectory]:
+    """The same answers and scores in all processes that train on this share, whatever their own engines wrote."""
+    if world.tp_size == 1:
+        return scored
+    weight = scored[0].scores.lm_head_weight  # the teacher's, which all have
+    bare = [replace(one, scores=replace(one.scores, lm_head_weight=None)) for one in scored]
+    return [replace(one, scores=replace(one.scores, lm_head_weight=weight)) for one in world.agree(bare)]

@@ -107,7 +107,7 @@ class WorkerSchedule:
                 assignment = self._shared(lambda: self._ask(version))
             with self._clock.phase("fetch"):
                 batch, lost = self._fetch(assignment)
-                all_lost = [one for share in self._world.gather(lost) for one in share]
+                all_lost = list(dict.fromkeys(one for share in self._world.gather(lost) for one in share))
             if not all_lost:
                 self._from_checkpoint = self._keys_of_checkpoint(assignment)
                 self._clock.count_tokens("rollout", sum(len(one.trajectory.response_ids) for one in batch))
@@ -143,7 +143,7 @@ class WorkerSchedule:
         """This process's share, and what is lost of it: the lease of each payload and why."""
         batch: list[ScoredTrajectory] = []
         lost: list[tuple[str, str]] = []
-        for item in assignment.ranks[self._world.rank]:
+        for item in assignment.ranks[self._world.dp_rank]:
             try:
                 answer_store, scores_store = assignment.stores[item.answer_store], assignment.stores[item.scores_store]
                 one = self._fetch_sample(answer_store, item.answer, scores_store, item.scores, lost)

@@ -235,7 +235,7 @@ class _Launcher:
             self._start(conductor)
             return
         folder = self._config_file.parent
-        conductor = ["worker", "--role", "conductor", "--ranks", str(self._world.size)]
+        conductor = ["worker", "--role", "conductor", "--ranks", str(self._world.dp_size)]
         if restore is not None:
             write_file(folder / RESTORE_FILE, json.dumps(restore))
             conductor += ["--restore", str(folder / RESTORE_FILE)]

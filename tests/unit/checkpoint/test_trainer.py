@@ -10,7 +10,7 @@ from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
 from tests.helpers.trajectories import make_trajectories
 from titan_opd.checkpoint import checkpoint_steps, load_trainer, save_checkpoint
 from titan_opd.config import Objective
-from titan_opd.config.schema import OptimizerConfig
+from titan_opd.config.schema import OptimizerConfig, TrainingConfig
 from titan_opd.data import load_tokenizer, pack
 from titan_opd.errors import StorageError
 from titan_opd.learner import DistillationModel, Learner
@@ -30,7 +30,7 @@ def world():
 
 def make_learner(decoder, world):
     model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=1)
-    parallelize(model, decoder, world, compute_dtype=torch.float32, recompute_activations=False)
+    parallelize(model, decoder, world.mesh, TrainingConfig(steps=1))
     config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
     return Learner(model, Objective(kind="cross_entropy"), config, num_steps=8, seed=0, world=world)
 
@@ -50,6 +50,7 @@ def save(run, learner, world, tokenizer=None, keep=2, step=3):
         model=learner.model,
         optimizer=learner.optimizer,
         state=STATE,
+        samples=[],
         keep=keep,
         world=world,
     )

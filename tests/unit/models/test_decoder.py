@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
-from titan_opd.models import Decoder, DecoderConfig, PackedAttention, apply_activation_checkpointing, load_decoder
+from titan_opd.models import Decoder, DecoderConfig, PackedAttention, load_decoder
+from titan_opd.parallel.checkpointing import apply_activation_checkpointing
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -101,10 +102,11 @@ def qwen3_decoder(tmp_path_factory) -> Decoder:
     return load_decoder(make_tiny_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3"))
 
 
-def test_activation_checkpointing_leaves_output_and_gradients_equal_and_keeps_less(qwen3_decoder):
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_leaves_output_and_gradients_equal_and_keeps_less(qwen3_decoder, mode):
     input_ids, lengths = random_ids(70), [30, 40]
     recomputing = copy.deepcopy(qwen3_decoder)
-    apply_activation_checkpointing(recomputing)
+    apply_activation_checkpointing(recomputing, mode)
     saved_bytes = {}
     for name, decoder in (("plain", qwen3_decoder), ("recomputing", recomputing)):
         decoder.zero_grad()

@@ -6,7 +6,8 @@ prompts. A finished sequence leaves at once, and a waiting one takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -17,9 +18,11 @@ from titan_opd.models import Decoder
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 from titan_opd.rollout.reading import read_answers
 from titan_opd.rollout.requests import check_numbers, check_prompt, check_stop_ids, check_vocabulary
+from titan_opd.rollout.row_update import RowUpdate
 from titan_opd.rollout.sampler import Sampler
 from titan_opd.rollout.stream import PinnedStream, Stream
 from titan_opd.rollout.update import InPlaceUpdate, NamedTensors
+from titan_opd.weights.pieces import WeightSpec
 
 
 class NativeEngine:
@@ -232,6 +235,25 @@ class NativeEngine:
         """
         check_version(self.policy_version, version)
         self._update.load(named_tensors, version)
+        self.policy_version = version
+        if self._stream is not None:
+            self._stream.weights_changed(recompute_kv=self._recompute_kv)
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """What a complete update consists of."""
+        parameters = self._decoder.named_parameters()
+        return {name: WeightSpec(tuple(value.shape), value.dtype) for name, value in parameters}
+
+    @contextmanager
+    def update_weights(self, version: int) -> Iterator[RowUpdate]:
+        """Put in the weights of policy version `version` piece by piece; see `titan_opd.weights.target.WeightTarget`.
+
+        Raises:
+            ValueError: the version would fall, or the pieces do not make up all weights.
+        """
+        check_version(self.policy_version, version)
+        with self._update.open(version, vocab_size=self._vocab_size) as update:
+            yield update
         self.policy_version = version
         if self._stream is not None:
             self._stream.weights_changed(recompute_kv=self._recompute_kv)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from titan_opd.models import Decoder
+from titan_opd.rollout.row_update import RowUpdate
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -53,6 +55,25 @@ class InPlaceUpdate:
             checks.finish()
         except BaseException as error:
             if copying:
+                self._failed = f"to version {version}: {error}"
+            raise
+        self._failed = None
+
+    @contextmanager
+    def open(self, version: int, *, vocab_size: int) -> Iterator[RowUpdate]:
+        """An update in pieces, which is complete when the block is left without an error after `finish`.
+
+        Args:
+            version: of the weights.
+            vocab_size: tokens of the tokenizer, for `RowUpdate.logprobs`.
+        """
+        update = RowUpdate(self._decoder, version, vocab_size)
+        try:
+            yield update
+            if not update.is_finished:
+                raise ValueError(f"the update to version {version} was left before it was finished")
+        except BaseException as error:
+            if update.has_written:
                 self._failed = f"to version {version}: {error}"
             raise
         self._failed = None

@@ -1,13 +1,26 @@
-"""Where new weights come from: the trainer's parameters under their Hugging Face names."""
+"""Where new weights come from: the trainer's parameters under their Hugging Face names.
+
+A parameter is cast once, on the shard where its float32 master lives, and then gathered: rounding is element by
+element, so the result is that of casting the whole, with less to send. P processes, N rows of a parameter of which each
+process holds at most C = ceil(N / P), as `torch.chunk` splits them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_opd.models import Decoder
+from titan_opd.ops import multi_copy
 from titan_opd.parallel import whole_tensor
+from titan_opd.weights.errors import TransferError
+from titan_opd.weights.pieces import Piece
 
 
 def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -18,3 +31,204 @@ def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """
     for name, parameter in decoder.named_parameters():
         yield name, whole_tensor(parameter)
+
+
+class WeightSource:
+    """Hands out all weights of a decoder, cast, bucket by bucket.
+
+    All processes that share the decoder must walk through `buckets` together. While one bucket is in use the next is
+    being gathered, and no more than these two are held.
+
+    Args:
+        decoder: the student; read, never written.
+        dtype: what the weights are cast to.
+        bucket_bytes: of one bucket, with what its gathering needs; a larger row of a parameter still goes whole.
+        timeout: seconds for one gathering.
+
+    Attributes:
+        dtype: of what it hands out.
+        held_bytes: of the buckets that are held now.
+        peak_bytes: the most that were ever held.
+    """
+
+    def __init__(self, decoder: Decoder, *, dtype: torch.dtype, bucket_bytes: int, timeout: float) -> None:
+        if bucket_bytes <= 0:
+            raise ValueError(f"buckets of {bucket_bytes} bytes hold nothing; set weights.bucket_mb above 0")
+        self.dtype = dtype
+        self.held_bytes = self.peak_bytes = 0
+        self._decoder = decoder
+        self._bucket_bytes = bucket_bytes
+        self._timeout = timeout
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the whole parameters, in the order in which they are handed out."""
+        return {name: parameter.shape for name, parameter in self._decoder.named_parameters()}
+
+    @torch.no_grad()
+    def buckets(self) -> Iterator[list[Piece]]:
+        """All rows of all parameters, each once. A bucket's tensors are valid until the next one is asked for.
+
+        Raises:
+            TransferError: a gathering failed or took too long; it names this rank, the tensors and the collective.
+        """
+        self.held_bytes = 0
+        waiting: _Gathering | None = None
+        for blocks in self._plan():
+            following = self._start(blocks)
+            if waiting is not None:
+                yield self._finish(waiting)
+                self.held_bytes -= waiting.num_bytes
+            waiting = following
+        if waiting is not None:
+            yield self._finish(waiting)
+            self.held_bytes -= waiting.num_bytes
+
+    # ---- What goes into which bucket ---------------------------------------------------------------------------------
+
+    def _plan(self) -> Iterator[list[_Block]]:
+        """The same on every process: it depends on shapes and placements alone."""
+        bucket: list[_Block] = []
+        num_bytes = 0
+        for name, parameter in self._decoder.named_parameters():
+            for block in self._blocks(name, parameter.detach()):
+                if bucket and (num_bytes + block.num_bytes > self._bucket_bytes or block.group != bucket[0].group):
+                    yield bucket
+                    bucket, num_bytes = [], 0
+                bucket.append(block)
+                num_bytes += block.num_bytes
+        if bucket:
+            yield bucket
+
+    def _blocks(self, name: str, parameter: Tensor) -> Iterator[_Block]:
+        row_bytes = parameter.shape[1:].numel() * self.dtype.itemsize
+        axis = _axis_of_rows(parameter)
+        if isinstance(parameter, DTensor) and axis is None:
+            # Other placements, such as FSDP over tensor-parallel columns, are gathered whole by DTensor itself.
+            yield _Block(name, parameter, 0, parameter.shape[0], parameter.shape[0] * row_bytes, None)
+            return
+        group, local, num_rows = None, parameter, parameter.shape[0]
+        copies = 1
+        if isinstance(parameter, DTensor):
+            group, local = parameter.device_mesh.get_group(axis), parameter.to_local()
+            num_rows = -(-parameter.shape[0] // group.size())
+            copies = 1 if group.size() == 1 else group.size() + 1  # everybody's rows, and what this process sends
+        rows_a_block = max(1, self._bucket_bytes // max(1, row_bytes * copies))
+        for first in range(0, num_rows, rows_a_block):
+            last = min(num_rows, first + rows_a_block)
+            yield _Block(name, local, first, last, (last - first) * row_bytes * copies, group, parameter.shape)
+
+    # ---- Gathering ---------------------------------------------------------------------------------------------------
+
+    def _start(self, blocks: list[_Block]) -> _Gathering:
+        gathering = _Gathering(blocks, num_bytes=sum(block.num_bytes for block in blocks))
+        self.held_bytes += gathering.num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        group = blocks[0].group
+        by_rows = [block for block in blocks if not isinstance(block.local, DTensor)]
+        if not by_rows:
+            return gathering
+        sizes = [block.num_elements for block in by_rows]
+        local = torch.empty(sum(sizes), dtype=self.dtype, device=by_rows[0].local.device)
+        sources = [block.rows().contiguous().view(-1) for block in by_rows]
+        slots = local.split(sizes)
+        multi_copy(sources, [slot[: len(rows)] for slot, rows in zip(slots, sources, strict=True)])
+        if group is None or group.size() == 1:
+            gathering.gathered = local[None]
+            return gathering
+        gathering.local = local
+        gathering.gathered = torch.empty(group.size(), len(local), dtype=self.dtype, device=local.device)
+        try:
+            gathering.work = dist.all_gather_into_tensor(gathering.gathered.view(-1), local, group=group, async_op=True)
+        except RuntimeError as error:
+            raise self._error(gathering, error) from error
+        return gathering
+
+    def _finish(self, gathering: _Gathering) -> list[Piece]:
+        if gathering.work is not None:
+            try:
+                gathering.work.wait(timedelta(seconds=self._timeout))
+            except RuntimeError as error:
+                raise self._error(gathering, error) from error
+            gathering.local = None
+        pieces = []
+        begin = 0
+        for block in gathering.blocks:
+            if isinstance(block.local, DTensor):
+                pieces.append(Piece(block.name, 0, block.local.to(self.dtype).full_tensor()))
+                continue
+            assert gathering.gathered is not None
+            slots = gathering.gathered[:, begin : begin + block.num_elements]
+            begin += block.num_elements
+            for rank, slot in enumerate(slots):
+                first, last = block.rows_of_rank(rank)
+                if first < last:
+                    shape = (last - first, *block.local.shape[1:])
+                    pieces.append(Piece(block.name, first, slot[: torch.Size(shape).numel()].view(shape)))
+        return pieces
+
+    def _error(self, gathering: _Gathering, error: RuntimeError) -> TransferError:
+        names = [block.name for block in gathering.blocks]
+        shown = repr(names[0]) if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
+        return TransferError(
+            f"rank {dist.get_rank()}: all_gather of {shown} ({gathering.num_bytes} bytes) failed within "
+            f"{self._timeout:g} s; other ranks are dead, late, or walk through the weights in another order ({error})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Rows [first, last) of what each process holds of a parameter.
+
+    Attributes:
+        local: this process's rows; a DTensor that is gathered whole.
+        num_bytes: that its gathering takes.
+        group: of the processes that hold a share; None where each holds all.
+        whole: the parameter's shape.
+    """
+
+    name: str
+    local: Tensor
+    first: int
+    last: int
+    num_bytes: int
+    group: dist.ProcessGroup | None
+    whole: torch.Size = torch.Size()
+
+    @property
+    def num_elements(self) -> int:
+        """Of a process whose share is not short."""
+        return (self.last - self.first) * self.local.shape[1:].numel()
+
+    def rows(self) -> Tensor:
+        """Those of this process; the last processes can have fewer, or none."""
+        return self.local[self.first : self.last]
+
+    def rows_of_rank(self, rank: int) -> tuple[int, int]:
+        """First and last + 1 of a process's rows, counted in the whole parameter."""
+        num_ranks = 1 if self.group is None else self.group.size()
+        num_rows = -(-self.whole[0] // num_ranks)
+        end = min(self.whole[0], (rank + 1) * num_rows)
+        return min(end, rank * num_rows + self.first), min(end, rank * num_rows + self.last)
+
+
+@dataclass(eq=False)
+class _Gathering:
+    """A bucket on its way: `gathered` is [P, elements] once `work` is done."""
+
+    blocks: list[_Block]
+    num_bytes: int
+    local: Tensor | None = None
+    gathered: Tensor | None = None
+    work: dist.Work | None = field(default=None)
+
+
+def _axis_of_rows(parameter: Tensor) -> int | None:
+    """The mesh axis over which the rows are split, and nothing else is; None: there is none of this kind."""
+    if not isinstance(parameter, DTensor):
+        return None
+    split = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if len(split) != 1:
+        return None
+    placement = parameter.placements[split[0]]
+    return split[0] if type(placement) is Shard and placement.dim == 0 else None

@@ -1,0 +1,90 @@
+"""An update in pieces: rows of parameters into a decoder's own storage, counted and readable afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from titan_opd.models import Decoder, PackedAttention
+from titan_opd.ops import multi_copy
+from titan_opd.weights.pieces import Piece
+
+
+class RowUpdate:
+    """Rows of parameters on their way into a decoder; a `titan_opd.weights.target.WeightUpdate`.
+
+    Args:
+        decoder: is overwritten; its parameters keep their storage.
+        version: of the weights.
+        vocab_size: tokens of the tokenizer.
+    """
+
+    def __init__(self, decoder: Decoder, version: int, vocab_size: int) -> None:
+        self.has_written = self.is_finished = False
+        self._decoder = decoder
+        self._parameters = {name: value.detach() for name, value in decoder.named_parameters()}
+        self._num_rows: Counter[str] = Counter()
+        self._version = version
+        self._vocab_size = vocab_size
+
+    @torch.no_grad()
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Copy some rows of some parameters, all in one call.
+
+        Raises:
+            ValueError: a name is unknown, or the decoder has no such rows; nothing of these pieces is written then.
+        """
+        slots = []
+        for piece in pieces:
+            parameter = self._parameters.get(piece.name)
+            if parameter is None:
+                raise ValueError(f"weights hold {piece.name!r}, which the engine's model has no parameter for")
+            rows = piece.tensor.shape[0]
+            if piece.first_row + rows > parameter.shape[0] or piece.tensor.shape[1:] != parameter.shape[1:]:
+                raise ValueError(
+                    f"rows {piece.first_row} to {piece.first_row + rows} of {piece.name!r}, "
+                    f"{list(piece.tensor.shape)}, do not fit the engine's parameter, {list(parameter.shape)}"
+                )
+            slots.append(piece.rows_of(parameter))
+        self.has_written = True
+        multi_copy([piece.tensor for piece in pieces], slots)
+        for piece in pieces:
+            self._num_rows[piece.name] += piece.tensor.shape[0]
+
+    def finish(self) -> None:
+        """All rows are there.
+
+        Raises:
+            ValueError: rows are missing, or came twice; it names their parameters.
+        """
+        wrong = [name for name, value in self._parameters.items() if self._num_rows[name] != value.shape[0]]
+        if wrong:
+            counted = ", ".join(
+                f"{name} ({self._num_rows[name]} of {self._parameters[name].shape[0]} rows)" for name in wrong[:5]
+            )
+            raise ValueError(f"the weights of version {self._version} lack rows, or bring some twice: {counted}")
+        self.is_finished = True
+
+    def stored(self, name: str) -> Tensor:
+        """The decoder's own parameter."""
+        return self._parameters[name]
+
+    def written_digests(self) -> dict[str, int]:
+        """None: all storage can be read."""
+        return {}
+
+    def fingerprint(self, name: str) -> None:
+        """Not needed, for the same reason."""
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Tensor) -> Tensor:
+        """[T - 1] float32: the log-probability of each of `token_ids` [T] but the first, given those before it."""
+        ids = token_ids.to(self._decoder.lm_head_weight.device)
+        inputs = ids[:-1]
+        attention = PackedAttention(torch.tensor([0, len(inputs)], dtype=torch.int32, device=ids.device), len(inputs))
+        hidden = self._decoder(inputs, torch.arange(len(inputs), device=ids.device), attention)
+        logits = (hidden @ self._decoder.lm_head_weight[: self._vocab_size].T).float()
+        return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)

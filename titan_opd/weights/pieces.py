@@ -1,0 +1,40 @@
+"""What travels: rows of a parameter under its Hugging Face name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some rows of a parameter, or all of it.
+
+    Attributes:
+        name: the parameter's, as Hugging Face has it.
+        first_row: where `tensor` begins in the parameter's first dimension.
+        tensor: [rows, ...] contiguous.
+    """
+
+    name: str
+    first_row: int
+    tensor: Tensor
+
+    def rows_of(self, parameter: Tensor) -> Tensor:
+        """The same rows of `parameter`, as a view."""
+        return parameter.detach().narrow(0, self.first_row, self.tensor.shape[0])
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """What a parameter must look like.
+
+    Attributes:
+        shape: whole, as Hugging Face has it.
+        dtype: as stored.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype

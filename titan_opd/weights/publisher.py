@@ -1,0 +1,106 @@
+"""The trainer's end: new weights are cast, gathered and laid out once, and kept for the engines that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from titan_opd.channel import PayloadStore
+from titan_opd.ops import multi_copy
+from titan_opd.weights.manifest import Manifest, ManifestRecord, Probe, lay_out, view_of
+from titan_opd.weights.source import WeightSource
+from titan_opd.weights.transports import Outlet, machine_id
+from titan_opd.weights.verify import digest
+
+
+def manifest_key(version: int) -> str:
+    """Under which key the trainer's store has the manifest of a version."""
+    return f"manifest-{version}"
+
+
+class WeightPublisher:
+    """Publishes one version after the other; the newest two can be had.
+
+    All gatherings of a version end before the first engine hears of it, so the trainer's collectives never wait for
+    an engine.
+
+    Args:
+        source: the weights; all processes of the trainer walk through them together.
+        outlets: how engines get the bytes; the first one makes the memory that all of them serve. Empty in a process
+            that only takes part in the gathering.
+        store: for the manifests; None where another process announces the versions.
+        bucket_bytes: of a published bucket; a larger tensor has one of its own.
+        digests: whether the manifests carry digests of all tensors.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        outlets: Sequence[Outlet],
+        store: PayloadStore | None,
+        *,
+        bucket_bytes: int,
+        digests: bool = True,
+    ) -> None:
+        self.source = source
+        self._outlets = list(outlets)
+        self._store = store
+        self._bucket_bytes = bucket_bytes
+        self._digests = digests
+        self._published: list[int] = []
+
+    @property
+    def transports(self) -> list[str]:
+        """What engines can choose from."""
+        return [outlet.name for outlet in self._outlets]
+
+    def publish(self, version: int, *, probe: Probe | None = None) -> int:
+        """Keep the weights of `version` for the engines, and forget those before the one that was newest.
+
+        Args:
+            version: newer than all before.
+            probe: what the engines compare themselves with.
+
+        Returns:
+            In how many buckets; 0 in a process without outlets.
+
+        Raises:
+            TransferError: a gathering failed.
+            StorageError, ChannelError: there is no room.
+        """
+        while len(self._published) > 1:
+            self._forget(self._published.pop(0))
+        if not self._outlets:
+            for _ in self.source.buckets():
+                pass
+            return 0
+        entries, sizes = lay_out(self.source.shapes, self.source.dtype, self._bucket_bytes)
+        self._published.append(version)
+        buckets = [self._outlets[0].allocate(version, index, size) for index, size in enumerate(sizes)]
+        dtype_name = str(self.source.dtype).removeprefix("torch.")
+        published = {entry.name: view_of(buckets[entry.bucket], entry, dtype_name) for entry in entries}
+        for pieces in self.source.buckets():
+            sources = [piece.tensor for piece in pieces]
+            multi_copy(sources, [piece.rows_of(published[piece.name]) for piece in pieces])
+        if self._digests:
+            entries = [msgspec.structs.replace(entry, digest=digest(published[entry.name])) for entry in entries]
+        offers = {outlet.name: outlet.offer(version, buckets) for outlet in self._outlets}
+        if self._store is not None:
+            manifest = Manifest(version, dtype_name, entries, sizes, offers, machine_id(), probe)
+            self._store.put(manifest_key(version), ManifestRecord.of(manifest), timeout=0.0)
+        return len(buckets)
+
+    def close(self) -> None:
+        """Forget all versions."""
+        for version in self._published:
+            self._forget(version)
+        self._published.clear()
+        for outlet in self._outlets:
+            outlet.close()
+
+    def _forget(self, version: int) -> None:
+        if self._store is not None:
+            self._store.release([manifest_key(version)])
+        for outlet in self._outlets:
+            outlet.forget(version)

@@ -1,0 +1,240 @@
+"""The engine's end: a version's manifest, its bytes, and the checks before and after they are written.
+
+    before a byte is written   names, shapes and types are those of the engine's model (`LayoutError`)
+    as the bytes come          each bucket has its length
+    after the last one         the stored bytes have the digests of the cast bytes at the trainer; where storage cannot
+                               be read, the bytes written have, and what changed at the trainer has changed here
+    then                       a fixed text has the log-probabilities that it has under the trainer's weights
+
+Only after all of them may the version be announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_opd.channel import Address, ChannelError, PayloadFetcher
+from titan_opd.weights.errors import TransferError, VerificationError
+from titan_opd.weights.manifest import Manifest, ManifestRecord, Probe
+from titan_opd.weights.publisher import manifest_key
+from titan_opd.weights.target import WeightTarget, WeightUpdate
+from titan_opd.weights.transports import (
+    ChannelInlet,
+    CudaIpcInlet,
+    Deadline,
+    Inlet,
+    InProcess,
+    ProcessGroupInlet,
+    SharedMemoryInlet,
+)
+from titan_opd.weights.verify import check_digests, check_layout, check_moved, digest
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Which of the checks after the last byte are made; those before it always are.
+
+    Attributes:
+        digest: compare digests.
+        probe: compare log-probabilities.
+    """
+
+    digest: bool = True
+    probe: bool = True
+
+    @classmethod
+    def of(cls, verify: str) -> Checks:
+        """As `weights.verify` says: "digest", "probe", "both" or "none"."""
+        return cls(verify in ("digest", "both"), verify in ("probe", "both"))
+
+
+class WeightReceiver:
+    """Takes published versions into one engine. For one thread.
+
+    Args:
+        fetcher: fetches manifests, and buckets where no faster way leads to them.
+        worker: who has the engine, for errors.
+        checks: after the last byte.
+        transport: "auto", or the one to use.
+        timeout: seconds for a whole version.
+        device: the engine's.
+        local: the published versions of this process, for the transport "in_process".
+
+    Attributes:
+        transport: the one that brought the last version; "" before the first.
+    """
+
+    def __init__(
+        self,
+        fetcher: PayloadFetcher,
+        *,
+        worker: str,
+        checks: Checks,
+        transport: str,
+        timeout: float,
+        device: torch.device,
+        local: InProcess | None = None,
+    ) -> None:
+        self.transport = ""
+        self._fetcher = fetcher
+        self._worker = worker
+        self._checks = checks
+        self._wanted = transport
+        self._timeout = timeout
+        self._device = device
+        self._local = local
+        self._inlets: dict[str, Inlet] = {}
+        self._previous: dict[str, int] = {}  # digests of the version that the engine has
+
+    def take(self, target: WeightTarget, store: Address, version: int) -> None:
+        """Put a published version into an engine.
+
+        Args:
+            target: the engine.
+            store: where the trainer keeps the manifests.
+            version: as announced.
+
+        Raises:
+            LayoutError: the weights are not those of the engine's model. The old version is in service.
+            ChannelError, TransferError: the bytes did not come. The old version is in service if none came at all.
+            VerificationError: the engine does not hold what was sent; it serves nothing.
+        """
+        deadline = Deadline(self._timeout)
+        key = manifest_key(version)
+        manifest = self._fetcher.fetch(store, key, ManifestRecord, timeout=self._timeout).manifest()
+        inlet = self._inlet(manifest, store)
+        buckets = inlet.buckets(manifest, manifest.offers[inlet.name], deadline)
+        put_in(target, manifest, buckets, worker=self._worker, checks=self._checks, previous=self._previous)
+        self._previous = manifest.digests
+        self.transport = inlet.name
+
+    def close(self) -> None:
+        """Let go of what the transports hold."""
+        for inlet in self._inlets.values():
+            inlet.close()
+
+    def _inlet(self, manifest: Manifest, store: Address) -> Inlet:
+        name = self._wanted if self._wanted != "auto" else self._best(manifest)
+        if name not in manifest.offers:
+            raise TransferError(
+                f"weights.transport = {name!r}: the trainer offers {', '.join(manifest.offers)} for version "
+                f"{manifest.version}; start the worker with the trainer's configuration"
+            )
+        if name not in self._inlets:
+            self._inlets[name] = self._open(name, store)
+        return self._inlets[name]
+
+    def _best(self, manifest: Manifest) -> str:
+        """The one with the fewest copies that leads from the trainer to here."""
+        if self._local is not None and "in_process" in manifest.offers:
+            return "in_process"
+        offer = manifest.offers.get("shared_memory")
+        if offer is not None and SharedMemoryInlet().can_read(manifest, offer):
+            return "shared_memory"
+        return "channel"
+
+    def _open(self, name: str, store: Address) -> Inlet:
+        match name:
+            case "in_process" if self._local is not None:
+                return self._local
+            case "shared_memory":
+                return SharedMemoryInlet()
+            case "process_group":
+                return ProcessGroupInlet(self._device)
+            case "cuda_ipc":
+                return CudaIpcInlet(self._device)
+            case "channel":
+                return ChannelInlet(self._fetcher, store)
+        raise TransferError(f"{self._worker} is not in the trainer's process, as weights.transport = {name!r} needs")
+
+
+def put_in(
+    target: WeightTarget,
+    manifest: Manifest,
+    buckets: Iterator[Tensor],
+    *,
+    worker: str,
+    checks: Checks,
+    previous: Mapping[str, int],
+) -> None:
+    """Write a version into an engine and check it, as the head of this module says.
+
+    Args:
+        target: the engine.
+        manifest: of the version.
+        buckets: its bytes, in order.
+        worker: who has the engine, for errors.
+        checks: after the last byte.
+        previous: digests of the version that the engine has now, empty where they are not known.
+
+    Raises:
+        LayoutError, TransferError, ChannelError, VerificationError: as `WeightReceiver.take`.
+    """
+    version = manifest.version
+    check_layout(manifest.specs, target.weight_specs(), version=version, worker=worker)
+    sent = manifest.digests
+    with target.update_weights(version) as update:
+        unreadable = [name for name in sent if checks.digest and update.stored(name) is None]
+        fingerprints = {name: update.fingerprint(name) for name in unreadable}
+        for index in range(len(manifest.buckets)):
+            update.write(manifest.pieces(index, _next(buckets, manifest, index)))
+        update.finish()
+        about = {"version": version, "worker": worker}
+        if checks.digest:
+            stored = {name: digest(_stored(update, name)) for name in sent if name not in fingerprints}
+            check_digests(sent, stored, previous=previous, what="stored", **about)
+            written = update.written_digests() if fingerprints else {}
+            silent = [name for name in fingerprints if name not in written]
+            if silent:
+                raise VerificationError(
+                    f"version {version} at {worker}: the engine does not say what it wrote for {silent[0]!r} and "
+                    f"{len(silent) - 1} more tensors"
+                )
+            check_digests(
+                sent, {name: written[name] for name in fingerprints}, previous=previous, what="written", **about
+            )
+            known = {name: value for name, value in fingerprints.items() if value is not None}
+            check_moved(sent, previous, known, update.fingerprint, **about)
+        if checks.probe and manifest.probe is not None:
+            check_probe(manifest.probe, update, **about)
+
+
+def check_probe(probe: Probe, update: WeightUpdate, *, version: int, worker: str) -> None:
+    """Compare the engine's log-probabilities of a fixed text with the trainer's.
+
+    Raises:
+        VerificationError: they differ by more than what rounding explains.
+    """
+    found = update.logprobs(torch.tensor(probe.token_ids)).cpu().double()
+    expected = torch.tensor(probe.logprobs, dtype=torch.float64)
+    difference = float((found - expected).abs().mean())
+    if not difference <= probe.tolerance:  # NaN is no agreement
+        raise VerificationError(
+            f"version {version} at {worker}: log-probabilities of a fixed text of {len(probe.token_ids)} tokens differ "
+            f"from the trainer's by {difference:.3g} nats a token on average, {probe.tolerance:g} are allowed for "
+            "rounding: the engine computes something else with these weights"
+        )
+
+
+def _stored(update: WeightUpdate, name: str) -> Tensor:
+    tensor = update.stored(name)
+    assert tensor is not None, name
+    return tensor
+
+
+def _next(buckets: Iterator[Tensor], manifest: Manifest, index: int) -> Tensor:
+    try:
+        return next(buckets)
+    except StopIteration:
+        raise TransferError(
+            f"version {manifest.version} ends before bucket {index} of {len(manifest.buckets)}, {manifest.names(index)}"
+        ) from None
+    except ChannelError as error:
+        raise TransferError(
+            f"version {manifest.version}: bucket {index} of {len(manifest.buckets)} ({manifest.names(index)}) did not "
+            f"come: {error}"
+        ) from error

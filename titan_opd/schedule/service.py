@@ -92,6 +92,7 @@ class ConductorService:
         self._next_word = self._next_count = 0.0
         self._newest: wire.NewVersion | None = None
         self._num_cuts = 0
+        self._num_answers = 0
         self._handlers = {
             wire.Heartbeat: self._heartbeat,
             wire.WantSamples: self._want,
@@ -128,6 +129,13 @@ class ConductorService:
         finally:
             for name in list(self._port.peers):
                 self._port.send(name, wire.Stop(reason[:2000]))
+            counters = self._port.counters
+            logger.info(
+                "headers of %d answers: %d bytes came in, %d went out",
+                self._num_answers,
+                counters["bytes_received"],
+                counters["bytes_sent"],
+            )
             self._port.close()
             self._store.close()
 
@@ -183,6 +191,7 @@ class ConductorService:
         header = AnswerHeader(
             message.first_version, message.last_version, message.num_tokens, payload_name(name, message.lease)
         )
+        self._num_answers += 1
         if not self._conductor.rollout_done(name, message.lease, header, now):
             self._port.send(name, wire.Release([message.lease]))
 
@@ -241,8 +250,12 @@ class ConductorService:
         if now >= self._next_count:
             self._next_count = now + _COUNT_SECONDS
             trace.counter("queue", **{stage.value: len(self._conductor.pool.at(stage)) for stage in Stage})
+        self._answer_trainer(now)  # first: a batch that goes makes room, and nobody waits any more
         for name in list(self._room):
             self._lease(name, now)
+
+    def _answer_trainer(self, now: float) -> None:
+        """The batch that the trainer waits for, or, from time to time, what it waits for."""
         if self._wanted is None:
             return
         try:
@@ -280,6 +293,8 @@ class ConductorService:
             )
             num_leases = len(samples)
         else:
+            if self._wanted is None and len(self._conductor.pool.at(Stage.WRITTEN)) < room:
+                return  # the trainer does not wait, and scores are cheaper by the group
             answers = self._conductor.lease_scoring(name, room, now)
             stores = _StoreList(self)
             leases = []

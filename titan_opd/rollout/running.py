@@ -138,7 +138,7 @@ class RunningBatch:
             finish_reason="stop" if self._stops_V[response_ids[-1]] else "length",
             sampling=self._sampling,
             behavior_logprobs=fields.pop("logprobs"),
-            behavior_support=_stack_ragged(support) if support else None,
+            behavior_support=stack_ragged(support) if support else None,
             kv_versions=None if torch.equal(kv_versions, policy_versions) else kv_versions,
             **fields,
         )
@@ -150,7 +150,7 @@ class RunningBatch:
         return self._recorded[name]
 
 
-def _stack_ragged(rows: list[Tensor]) -> Tensor:
+def stack_ragged(rows: list[Tensor]) -> Tensor:
     """[N, M] from N rows of different widths, each already padded with -1, as narrow as the widest of them allows."""
     stacked_NM = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
     width = int((stacked_NM >= 0).sum(dim=1).max())

@@ -96,7 +96,7 @@ class NativeScorer:
         if self.objective.kind == "mc_forward_kl":
             uniforms_Nm = self._uniforms(trajectories).to(self._device)
             return _split(score_samples(hidden_NH, weight_VH, uniforms_Nm, **projection), lengths)
-        candidates = [_student_candidates(trajectory, support) for trajectory in trajectories]
+        candidates = [student_candidates(trajectory, support) for trajectory in trajectories]
         ids_NK = torch.cat([ids for ids, _ in candidates]).to(self._device)
         scores = _split(score_ids(hidden_NH, weight_VH, ids_NK, **projection), lengths)
         return [
@@ -126,7 +126,7 @@ class NativeScorer:
         ]
 
 
-def _student_candidates(trajectory: Trajectory, support: str) -> tuple[Tensor, Tensor]:
+def student_candidates(trajectory: Trajectory, support: str) -> tuple[Tensor, Tensor]:
     """The ids [N, K] at each position, and the student's log-probabilities of them when it wrote or read the answer."""
     if support == "student_topk":
         assert trajectory.topk_ids is not None, "the engine was not asked for the student's top-k"

@@ -1,0 +1,184 @@
+"""What runs inside vLLM's workers: the receiver of new weights, and small services for the engine around it.
+
+vLLM loads `Receiver` as its worker extension, in whichever process a worker lives; importing this module registers the
+transport of weights, `titan`, with vLLM. New weights go through vLLM's layerwise reload, which collects a layer until
+it is complete and writes into the storage that the model has, so that captured CUDA graphs stay valid.
+
+Between processes the tensors lie in a file in shared memory, which the engine's client fills, bucket by bucket; names,
+types, shapes and offsets come by call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from titan_opd.rollout.vllm_draws import take_records
+from titan_opd.weights.verify import digest
+
+BACKEND = "titan"
+BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")  # one row for each token, and some for padding
+_PR_SET_PDEATHSIG = 1
+
+
+class LayerwiseUpdate:
+    """Puts whole tensors, under their Hugging Face names, into the model of one worker.
+
+    Args:
+        model: is overwritten; its parameters keep their storage.
+        config: vLLM's, of this engine.
+        device: of the model.
+
+    Attributes:
+        digests: of the tensors of the last update, by name, as they were handed over.
+    """
+
+    def __init__(self, model: nn.Module, config: VllmConfig, device: torch.device) -> None:
+        self.digests: dict[str, int] = {}
+        self._model = model
+        self._config = config
+        self._device = device
+        self._num_tokens = config.model_config.get_vocab_size()
+        self._is_open = False
+
+    def begin(self) -> None:
+        """Begin an update, after one that broke off too."""
+        self.digests = {}
+        with torch.device(self._device), set_current_vllm_config(self._config):
+            if self._is_open:  # vLLM would go on with it
+                finalize_layerwise_reload(self._model, self._config.model_config)
+            initialize_layerwise_reload(self._model)
+        self._is_open = True
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take some of the tensors; they are copied, so that their memory may change after the call."""
+        with torch.device(self._device), set_current_vllm_config(self._config):
+            self._model.load_weights(self._copied(tensors))
+
+    def _copied(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            copy = tensor.to(self._device, copy=True)  # vLLM keeps it until its layer is complete
+            self.digests[name] = digest(copy)
+            yield name, copy[: self._num_tokens] if name in BY_TOKEN else copy
+
+    def finish(self) -> None:
+        """All tensors have been taken: the model computes with them from now on."""
+        with torch.device(self._device), set_current_vllm_config(self._config):
+            finalize_layerwise_reload(self._model, self._config.model_config)
+            refresh_tied_head(self._model, self._device)
+        self._is_open = False
+
+
+@dataclass
+class BucketFile(WeightTransferInitInfo):
+    """The shared memory: where it is, and its size in bytes."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass
+class BucketContent(WeightTransferUpdateInfo):
+    """What the bucket holds now: [name, dtype, shape, first byte] of each tensor."""
+
+    layout: list[Any] = field(default_factory=list)
+
+
+class SharedMemoryReceiver(WeightTransferEngine[BucketFile, BucketContent]):
+    """Takes buckets of weights out of shared memory."""
+
+    init_info_cls = BucketFile
+    update_info_cls = BucketContent
+
+    def init_transfer_engine(self, init_info: BucketFile) -> None:
+        self._bucket = map_file(init_info.path, init_info.num_bytes)
+        self.update = LayerwiseUpdate(self.model, self.vllm_config, self.device)
+
+    def start_weight_update(self) -> None:
+        self.update.begin()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class synchronises an accelerator here, and a CPU has none.
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BucketContent) -> None:
+        self.update.take(bucket_tensors(self._bucket, update_info.layout))
+
+    def finish_weight_update(self) -> None:
+        self.update.finish()
+
+    def shutdown(self) -> None:
+        self._bucket = None
+
+
+class Receiver:
+    """The worker's extension: its methods are called by name, in every worker (`collective_rpc`)."""
+
+    def end_with_parent(self) -> None:
+        """Let this process end when the one that started it does, however that ends."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def layerwise_update(self) -> LayerwiseUpdate:
+        """For an engine in the caller's process, which hands over its tensors themselves."""
+        return LayerwiseUpdate(self.model_runner.get_model(), self.vllm_config, self.device)
+
+    def weight_digests(self) -> dict[str, int]:
+        """The digests of the tensors that the last update brought, by name."""
+        return self.weight_transfer_engine.update.digests
+
+    def shape_logits(self, num_tokens: int, scale: float) -> None:
+        """From now on logits end with token `num_tokens` - 1 and are multiplied by `scale`, the inverse temperature."""
+        processor = self.model_runner.get_model().logits_processor
+        processor.org_vocab_size = num_tokens
+        processor.scale = scale
+
+    def take_draws(self, keys: list[str]) -> list[Any]:
+        """What `vllm_draws` recorded for requests, which is forgotten here."""
+        return take_records(keys)
+
+
+def refresh_tied_head(model: nn.Module, device: torch.device) -> None:
+    """Pack the embeddings anew that a CPU's products with the vocabulary use.
+
+    There vLLM keeps a packed copy of the output projection. For one that is tied to the embedding the layerwise reload
+    writes the embedding and leaves that copy: the engine would read with new weights and write with old ones.
+    """
+    if device.type != "cpu":
+        return
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def map_file(path: str, num_bytes: int) -> Tensor:
+    """[num_bytes] uint8, the content of a file that other processes map too."""
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage.from_file(path, True, num_bytes))
+
+
+def bucket_tensors(bucket: Tensor, layout: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    """The names and tensors of a bucket, as views of its bytes."""
+    for name, dtype_name, shape, begin in layout:
+        dtype = getattr(torch, dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        yield name, bucket[begin : begin + size].view(dtype).view(shape)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryReceiver)

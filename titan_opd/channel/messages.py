@@ -303,13 +303,11 @@ class NewVersion(Message):
     """From the trainer, and on to every rollout worker: policy version `version` exists.
 
     Attributes:
-        store: where its weights are fetched, in parts under the keys of `weights/stream.py`.
-        num_parts: of them.
+        store: where its manifest is fetched (`weights/manifest.py`), which says how its weights are.
     """
 
     version: Count
     store: Address
-    num_parts: PositiveCount
 
 
 class CutRequest(Message):

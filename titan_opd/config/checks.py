@@ -13,6 +13,7 @@ def check_config(config: Config) -> None:
     _check_temperature(config)
     _check_data(config)
     _check_schedule(config)
+    _check_weights(config)
 
 
 def _check_teacher(config: Config) -> None:
@@ -125,4 +126,18 @@ def _check_schedule(config: Config) -> None:
         raise ValueError(
             "journal.payload = true cannot keep the whole vocabularies of objective.support = 'dense'; choose a sparse "
             "support, or leave it out"
+        )
+
+
+def _check_weights(config: Config) -> None:
+    transport, placement = config.weights.transport, config.rollout.placement
+    if placement == "colocated" and transport not in ("auto", "in_process"):
+        raise ValueError(
+            f"weights.transport = {transport!r} leads to other processes, and with rollout.placement = 'colocated' the "
+            "engine is in the trainer's own; leave it out, or set rollout.placement = 'workers'"
+        )
+    if placement == "workers" and transport == "in_process":
+        raise ValueError(
+            "weights.transport = 'in_process' stays in the trainer's process, and with rollout.placement = 'workers' "
+            "the engines are in others; set it to 'auto'"
         )

@@ -289,6 +289,32 @@ class ChannelConfig:
 
 
 @dataclass(frozen=True)
+class WeightsConfig:
+    """How new weights get into the engines, and how that is checked; titan_opd/weights/README.md."""
+
+    transport: str = option(
+        "auto",
+        "'in_process' for colocated engines; for workers 'shared_memory' on the trainer's machine, 'channel' anywhere, "
+        "'process_group' (gloo or NCCL; unencrypted), 'cuda_ipc' on the trainer's GPU; 'auto': in_process, or "
+        "shared_memory where it leads and channel elsewhere",
+        choices=("auto", "in_process", "shared_memory", "channel", "process_group", "cuda_ipc"),
+    )
+    verify: str = option(
+        "both",
+        "after every update: 'digest': the engine's stored bytes against the trainer's; 'probe': log-probabilities of a "
+        "fixed text in both; 'both'; 'none': names, shapes and types only, which are always checked",
+        choices=("digest", "probe", "both", "none"),
+    )
+    bucket_mb: float = option(64.0, "weights are gathered and sent in buckets of this size, MiB", above=0)
+    timeout_seconds: float = option(
+        120.0, "longest gathering of a bucket in the trainer, and longest update of an engine", above=0
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self, "weights")
+
+
+@dataclass(frozen=True)
 class JournalConfig:
     """`run.directory`/journal.jsonl: which samples each step trained."""
 
@@ -446,6 +472,7 @@ class Config:
     data: DataConfig = option(DataConfig, "the prompts")
     schedule: ScheduleConfig = option(ScheduleConfig, "who may start which prompt when")
     channel: ChannelConfig = option(ChannelConfig, "how the processes of a run find each other")
+    weights: WeightsConfig = option(WeightsConfig, "how new weights get into the engines")
     journal: JournalConfig = option(JournalConfig, "which samples each step trained")
     parallel: ParallelConfig = option(ParallelConfig, "how the trainer's processes share the student")
     optimizer: OptimizerConfig = option(OptimizerConfig, "AdamW with warm-up and decay")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -10,7 +11,9 @@ from titan_opd.config.schema import SamplingConfig
 from titan_opd.data.records import Sample, Trajectory
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 from titan_opd.rollout.native import NativeEngine
+from titan_opd.rollout.row_update import RowUpdate
 from titan_opd.rollout.update import NamedTensors
+from titan_opd.weights.pieces import WeightSpec
 
 
 class AnswersEngine:
@@ -54,6 +57,25 @@ class AnswersEngine:
             )
         versions = torch.full(response_ids.shape, self.policy_version, dtype=torch.int32)
         return Trajectory(sample, response_ids, versions, finish_reason="expert")
+
+    @property
+    def takes_rows(self) -> bool:
+        """As the reader."""
+        return self._reader is not None and self._reader.takes_rows
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """What a complete update consists of: nothing without a reader."""
+        return {} if self._reader is None else self._reader.weight_specs()
+
+    @contextmanager
+    def update_weights(self, version: int) -> Iterator[RowUpdate]:
+        """Put weights into the reader; see `titan_opd.weights.target.WeightTarget`."""
+        check_version(self.policy_version, version)
+        if self._reader is None:
+            raise ValueError("an AnswersEngine without a reader has no weights; note the version by `load_weights`")
+        with self._reader.update_weights(version) as update:
+            yield update
+        self.policy_version = version
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Hand the weights to the reader; without one note the version and leave `named_tensors` unread.

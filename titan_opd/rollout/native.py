@@ -62,6 +62,7 @@ class NativeEngine:
     ) -> None:
         check_vocabulary(vocab_size, decoder.config)
         self.policy_version = 0
+        self.takes_rows = True  # of weights
         self._decoder = decoder
         self._update = InPlaceUpdate(decoder)
         self._max_concurrent = config.max_concurrent

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_opd.models import Decoder, PackedAttention
-from titan_opd.ops import multi_copy
-from titan_opd.weights.pieces import Piece
+from titan_opd.weights.pieces import Piece, copy_all
 
 
 class RowUpdate:
@@ -50,7 +49,7 @@ class RowUpdate:
                 )
             slots.append(piece.rows_of(parameter))
         self.has_written = True
-        multi_copy([piece.tensor for piece in pieces], slots)
+        copy_all([piece.tensor for piece in pieces], slots)
         for piece in pieces:
             self._num_rows[piece.name] += piece.tensor.shape[0]
 

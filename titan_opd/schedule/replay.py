@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
-
-from torch import Tensor
 
 from titan_opd.data.records import ScoredTrajectory
 from titan_opd.parallel import World
@@ -55,7 +52,7 @@ class ReplaySchedule:
         samples = [one for path in self._files[version + 1] for one in read_samples(path)]
         return self._world.share(sorted(samples, key=lambda one: one.trajectory.sample.number))
 
-    def publish(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def publish(self, version: int) -> None:
         """No engine waits for the weights."""
 
     def cut(self) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
-
-from torch import Tensor
 
 from titan_opd.config.schema import RolloutConfig, ScheduleConfig
 from titan_opd.data import PromptStream
@@ -17,7 +15,14 @@ from titan_opd.teacher import Scorer
 
 
 class SyncSchedule:
-    """Hands out one batch of scored answers per policy version."""
+    """Hands out one batch of scored answers per policy version.
+
+    Args:
+        prompts, engine, scorer: the parts.
+        recording, schedule, rollout: how answers are written.
+        deliver: gives the engine the student's present weights as the version that it is called with.
+        clock, world: of the run.
+    """
 
     def __init__(
         self,
@@ -28,6 +33,7 @@ class SyncSchedule:
         recording: Recording,
         schedule: ScheduleConfig,
         rollout: RolloutConfig,
+        deliver: Callable[[int], None],
         clock: PhaseClock,
         world: World,
     ) -> None:
@@ -37,6 +43,7 @@ class SyncSchedule:
         self._recording = recording
         self._batch = schedule.batch
         self._sampling = rollout.sampling
+        self._deliver = deliver
         self._clock = clock
         self._world = world
 
@@ -55,9 +62,9 @@ class SyncSchedule:
             self._clock.count_tokens("score", num_tokens)
         return scored
 
-    def publish(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def publish(self, version: int) -> None:
         """Give the engine the weights of the next version, in place."""
-        self.engine.load_weights(named_weights, version)
+        self._deliver(version)
 
     def cut(self) -> None:
         """Nothing is under way between two steps: the position of the prompts says all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from titan_opd.observe import PhaseClock
 from titan_opd.parallel import World
 from titan_opd.schedule.headers import CHECKPOINT
 from titan_opd.schedule.service import JsonText, checkpoint_keys
-from titan_opd.weights.stream import WeightPublisher
+from titan_opd.weights.manifest import Probe
+from titan_opd.weights.publisher import WeightPublisher
 
 _FETCH_SECONDS = 120.0
 _ANSWER_SECONDS = 120.0  # for an answer of the conductor that it gives at once
@@ -31,7 +32,7 @@ class TrainerLink:
 
     Attributes:
         port: the connection to the conductor.
-        weights: holds the published weights.
+        weights: holds the published versions' manifests, and their bytes for engines without a faster way to them.
         kept: holds the finished samples of the checkpoint that the run went on from.
     """
 
@@ -61,7 +62,8 @@ class WorkerSchedule:
     Args:
         link: in the main process; None in the others.
         fetcher: fetches this process's share of a batch from those who made it.
-        publisher: cuts the new weights into parts; has a store in the main process.
+        publisher: keeps the new weights for the engines.
+        probe: makes what the engines compare themselves with; None: they do not.
         teacher_weight: [V, H_t] the output projection that dense scores are made with; None for sparse ones.
         check: called while the trainer waits; raises when a worker process is beyond help.
         ask_report: asks the conductor who waits for whom, from any thread.
@@ -74,6 +76,7 @@ class WorkerSchedule:
         fetcher: PayloadFetcher,
         publisher: WeightPublisher,
         *,
+        probe: Callable[[], Probe] | None,
         teacher_weight: Tensor | None,
         check: Callable[[], None],
         ask_report: Callable[[], dict[str, Any]],
@@ -85,6 +88,7 @@ class WorkerSchedule:
         self._link = link
         self._fetcher = fetcher
         self._publisher = publisher
+        self._probe = probe
         self._teacher_weight = teacher_weight
         self._check = check
         self._ask_report = ask_report
@@ -168,20 +172,19 @@ class WorkerSchedule:
             teacher = replace(teacher, lm_head_weight=self._teacher_weight)
         return ScoredTrajectory(trajectory, teacher)
 
-    def publish(self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, trained: bool = True) -> None:
+    def publish(self, version: int, *, trained: bool = True) -> None:
         """The step is done: give the engines the weights of `version`.
 
         Args:
-            named_weights: of the student, whole tensors; all processes walk through them.
             version: the new one.
             trained: False for the version that a run begins with, which no step has made.
         """
-        num_parts = self._publisher.publish(named_weights, version)
+        self._publisher.publish(version, probe=None if self._probe is None else self._probe())
         if self._link is not None:
             if trained:
                 self._link.kept.release(self._from_checkpoint)
                 self._link.port.send(wire.BatchTrained(version - 1))
-            self._link.port.send(wire.NewVersion(version, self._link.weights.address, num_parts))
+            self._link.port.send(wire.NewVersion(version, self._link.weights.address))
 
     # ---- The cut -----------------------------------------------------------------------------------------------------
 

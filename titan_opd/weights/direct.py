@@ -1,4 +1,8 @@
-"""From the trainer's parameters straight into an engine in the same process: no published copy, two buckets at most."""
+"""From the trainer's parameters into an engine in the same process.
+
+Where the engine takes rows and its storage can be read, straight: no published copy, two buckets at most. Else by a
+copy in this process's memory, whole tensors at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ from torch import Tensor
 
 from titan_opd.weights.manifest import Probe
 from titan_opd.weights.pieces import WeightSpec
-from titan_opd.weights.receiver import Checks, check_probe
+from titan_opd.weights.publisher import WeightPublisher
+from titan_opd.weights.receiver import Checks, check_probe, put_in
 from titan_opd.weights.source import WeightSource
 from titan_opd.weights.target import WeightTarget, WeightUpdate
+from titan_opd.weights.transports import InProcess
 from titan_opd.weights.verify import check_digests, check_layout, digest
 
 
@@ -19,20 +25,21 @@ class DirectDelivery:
         source: the weights; all processes that share them deliver together.
         worker: who has the engine, for errors.
         checks: after the last byte.
+        bucket_bytes: of the copy, where there is one.
     """
 
-    def __init__(self, source: WeightSource, *, worker: str, checks: Checks) -> None:
+    def __init__(self, source: WeightSource, *, worker: str, checks: Checks, bucket_bytes: int) -> None:
         self._source = source
         self._worker = worker
         self._checks = checks
+        self._bucket_bytes = bucket_bytes
+        self._previous: dict[str, int] = {}
 
     def deliver(self, target: WeightTarget, version: int, *, probe: Probe | None = None) -> None:
         """Make the engine serve the trainer's present weights as `version`.
 
-        Digests are of pieces, as the source cuts them, so that no whole tensor is needed.
-
         Args:
-            target: the engine; its storage must be readable when digests are compared.
+            target: the engine.
             version: the policy version.
             probe: what the engine compares itself with.
 
@@ -40,6 +47,13 @@ class DirectDelivery:
             LayoutError, TransferError: the old version is in service if nothing was written.
             VerificationError: the engine does not hold what was sent; it serves nothing.
         """
+        if target.takes_rows:
+            self._deliver_rows(target, version, probe)
+        else:
+            self._deliver_copy(target, version, probe)
+
+    def _deliver_rows(self, target: WeightTarget, version: int, probe: Probe | None) -> None:
+        """Digests are of pieces, as the source cuts them, so that no whole tensor is needed."""
         about = {"version": version, "worker": self._worker}
         dtype = self._source.dtype
         offered = {name: WeightSpec(tuple(shape), dtype) for name, shape in self._source.shapes.items()}
@@ -56,13 +70,25 @@ class DirectDelivery:
             update.finish()
             # Read when all is written: a parameter that lies on top of another one shows.
             found = {key: digest(_stored(update, name).narrow(0, *rows)) for key, (name, *rows) in places.items()}
-            check_digests(sent, found, previous={}, what="stored", **about)
+            check_digests(sent, found, previous=self._previous, what="stored", **about)
             if self._checks.probe and probe is not None:
                 check_probe(probe, update, **about)
+        self._previous = sent
+
+    def _deliver_copy(self, target: WeightTarget, version: int, probe: Probe | None) -> None:
+        memory = InProcess()
+        publisher = WeightPublisher(
+            self._source, [memory], None, bucket_bytes=self._bucket_bytes, digests=self._checks.digest
+        )
+        manifest = publisher.publish(version, probe=probe)
+        assert manifest is not None
+        buckets = memory.published(version)
+        previous = self._previous
+        put_in(target, manifest, iter(buckets), worker=self._worker, checks=self._checks, previous=previous)
+        self._previous = manifest.digests
 
 
 def _stored(update: WeightUpdate, name: str) -> Tensor:
     stored = update.stored(name)
-    if stored is None:
-        raise ValueError(f"the engine's storage of {name!r} cannot be read; publish the weights to it instead")
+    assert stored is not None, f"an engine that takes rows can be read, and {name} cannot"
     return stored.detach()

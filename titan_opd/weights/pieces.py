@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from titan_opd.ops import multi_copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,3 +41,12 @@ class WeightSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def copy_all(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+    """Copy each source into its destination, between devices too; all in one call where they are on the same one."""
+    if sources and sources[0].device == destinations[0].device:
+        multi_copy(sources, destinations)
+        return
+    for source, destination in zip(sources, destinations, strict=True):
+        destination.copy_(source)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from titan_opd.channel import PayloadStore
-from titan_opd.ops import multi_copy
 from titan_opd.weights.manifest import Manifest, ManifestRecord, Probe, lay_out, view_of
+from titan_opd.weights.pieces import copy_all
 from titan_opd.weights.source import WeightSource
 from titan_opd.weights.transports import Outlet, machine_id
 from titan_opd.weights.verify import digest
@@ -55,7 +55,7 @@ class WeightPublisher:
         """What engines can choose from."""
         return [outlet.name for outlet in self._outlets]
 
-    def publish(self, version: int, *, probe: Probe | None = None) -> int:
+    def publish(self, version: int, *, probe: Probe | None = None) -> Manifest | None:
         """Keep the weights of `version` for the engines, and forget those before the one that was newest.
 
         Args:
@@ -63,7 +63,7 @@ class WeightPublisher:
             probe: what the engines compare themselves with.
 
         Returns:
-            In how many buckets; 0 in a process without outlets.
+            What was published; None in a process without outlets.
 
         Raises:
             TransferError: a gathering failed.
@@ -74,22 +74,21 @@ class WeightPublisher:
         if not self._outlets:
             for _ in self.source.buckets():
                 pass
-            return 0
+            return None
         entries, sizes = lay_out(self.source.shapes, self.source.dtype, self._bucket_bytes)
         self._published.append(version)
         buckets = [self._outlets[0].allocate(version, index, size) for index, size in enumerate(sizes)]
         dtype_name = str(self.source.dtype).removeprefix("torch.")
         published = {entry.name: view_of(buckets[entry.bucket], entry, dtype_name) for entry in entries}
         for pieces in self.source.buckets():
-            sources = [piece.tensor for piece in pieces]
-            multi_copy(sources, [piece.rows_of(published[piece.name]) for piece in pieces])
+            copy_all([piece.tensor for piece in pieces], [piece.rows_of(published[piece.name]) for piece in pieces])
         if self._digests:
             entries = [msgspec.structs.replace(entry, digest=digest(published[entry.name])) for entry in entries]
         offers = {outlet.name: outlet.offer(version, buckets) for outlet in self._outlets}
+        manifest = Manifest(version, dtype_name, entries, sizes, offers, machine_id(), probe)
         if self._store is not None:
-            manifest = Manifest(version, dtype_name, entries, sizes, offers, machine_id(), probe)
             self._store.put(manifest_key(version), ManifestRecord.of(manifest), timeout=0.0)
-        return len(buckets)
+        return manifest
 
     def close(self) -> None:
         """Forget all versions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -37,8 +37,16 @@ class WeightUpdate(Protocol):
         given those before it, over the tokenizer's whole vocabulary at temperature 1."""
 
 
+@runtime_checkable
 class WeightTarget(Protocol):
-    """An engine that takes weights."""
+    """An engine that takes weights.
+
+    Attributes:
+        takes_rows: `write` takes rows of a parameter in any order, and `stored` reads all of them. Otherwise it is
+            given whole parameters only, and says what it wrote by `written_digests`.
+    """
+
+    takes_rows: bool
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
         """What a complete update consists of, by Hugging Face name; a tied output projection is not among them."""

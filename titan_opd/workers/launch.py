@@ -6,14 +6,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
-from torch import Tensor
 
 from titan_opd.assemble import Parts
 from titan_opd.channel import (
@@ -31,17 +28,17 @@ from titan_opd.config import Config
 from titan_opd.data.records import ScoredTrajectory
 from titan_opd.observe import PhaseClock
 from titan_opd.parallel import World
+from titan_opd.rollout import RECORD_NOTHING
 from titan_opd.schedule import SyncSchedule
 from titan_opd.schedule.service import checkpoint_keys
 from titan_opd.schedule.trainer_end import ScheduleCut, TrainerLink, WorkerSchedule
-from titan_opd.weights import named_weights
-from titan_opd.weights.stream import WEIGHT_LIMITS, WeightPublisher
+from titan_opd.weights.transports import WEIGHT_LIMITS, InProcess
 from titan_opd.workers.connection import conductor_address, conductor_endpoint, open_transport
 from titan_opd.workers.roles import ADDRESS_SECONDS, connect_trainer, serve_conductor, serve_rollout, serve_teacher
 from titan_opd.workers.supervisor import LocalWorker, Supervisor
+from titan_opd.workers.weights import build_delivery, build_probe, build_publisher, version_bytes
 
 logger = logging.getLogger(__name__)
-WEIGHT_BUCKET_MB = 64.0
 RESTORE_FILE = "conductor.json"  # in the run's folder: what the conductor goes on from
 _LOCAL_ENDPOINT = "local://conductor"
 _JOIN_SECONDS = 30.0
@@ -82,8 +79,8 @@ class Schedule(Protocol):
     def next_batch(self, version: int) -> list[ScoredTrajectory]:
         """This process's share of the batch that the step at `version` trains."""
 
-    def publish(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The step is done: these are the weights of `version`, the next one."""
+    def publish(self, version: int) -> None:
+        """The step is done: the student's present weights are those of `version`, the next one."""
 
     def cut(self) -> ScheduleCut | None:
         """What a checkpoint must keep of the schedule, beside the position of the prompts; in the main process."""
@@ -126,6 +123,7 @@ def open_schedule(
             recording=parts.recording,
             schedule=config.schedule,
             rollout=config.rollout,
+            deliver=_delivery(config, parts, world),
             clock=clock,
             world=world,
         )
@@ -133,8 +131,17 @@ def open_schedule(
     with ExitStack() as resources:
         launcher = _Launcher(config, parts, world, config_file, continuation, resources)
         schedule = launcher.schedule(clock)
-        schedule.publish(named_weights(parts.student), version, trained=False)
+        schedule.publish(version, trained=False)
         yield schedule
+
+
+def _delivery(config: Config, parts: Parts, world: World) -> Callable[[int], None]:
+    """Gives this process's engine the student's present weights as a version."""
+    engine = parts.engine
+    if config.rollout.engine == "answers" and parts.recording == RECORD_NOTHING:
+        return lambda version: engine.load_weights((), version)  # the data's own answers: nobody computes with them
+    delivery, probe = build_delivery(config, parts, world), build_probe(config, parts)
+    return lambda version: delivery.deliver(engine, version, probe=None if probe is None else probe())
 
 
 class _Launcher:
@@ -154,6 +161,7 @@ class _Launcher:
         self._continuation = continuation
         self._resources = resources
         self._threads: list[_RoleThread] = []
+        self._local_weights = InProcess() if config.rollout.placement == "colocated" else None
         self._supervisor: Supervisor | None = None
         placements = (config.rollout.placement, config.teacher.placement)
         self._one_process = world.size == 1 and placements == ("colocated", "colocated") and not config.channel.address
@@ -171,17 +179,16 @@ class _Launcher:
             self._start_conductor_and_workers()
         self._start_colocated()
         link = self._link() if self._world.is_main else None
-        publisher = WeightPublisher(
-            None if link is None else link.weights,
-            dtype=getattr(torch, config.rollout.dtype),
-            bucket_mb=WEIGHT_BUCKET_MB,
-        )
+        store = None if link is None else link.weights
+        publisher = build_publisher(config, self._parts, self._world, store, self._local_weights)
+        self._resources.callback(publisher.close)
         dense = config.objective.support == "dense"
         teacher = self._parts.teacher
         return WorkerSchedule(
             link,
             PayloadFetcher(self._transport, name=f"trainer-{self._world.rank}"),
             publisher,
+            probe=build_probe(config, self._parts),
             teacher_weight=teacher.lm_head_weight if dense and teacher is not None else None,
             check=self._check,
             ask_report=self._ask_report,
@@ -200,7 +207,9 @@ class _Launcher:
             self._start(_RoleThread(name, serve_teacher, *arguments, name=name, scorer=parts.scorer, **common))
         if config.rollout.placement == "colocated":
             name = f"rollout-in-{rank}"
-            self._start(_RoleThread(name, serve_rollout, *arguments, name=name, **common))
+            self._start(
+                _RoleThread(name, serve_rollout, *arguments, name=name, local_weights=self._local_weights, **common)
+            )
 
     def _start(self, thread: _RoleThread) -> None:
         self._threads.append(thread)
@@ -310,7 +319,7 @@ class _Launcher:
         weights = PayloadStore(
             self._transport,
             name="weights",
-            capacity_bytes=self._weight_bytes() * 3,
+            capacity_bytes=version_bytes(self._config, self._parts) * 3 + (64 << 20),
             consumer="the rollout workers",
             limits=WEIGHT_LIMITS,
         )
@@ -319,8 +328,3 @@ class _Launcher:
 
     def _kept_bytes(self) -> int:
         return int(self._config.channel.store_mb * 2**20)
-
-    def _weight_bytes(self) -> int:
-        """Of one version, with room for the gaps between its tensors."""
-        dtype = getattr(torch, self._config.rollout.dtype)
-        return sum(parameter.numel() * dtype.itemsize + 4096 for parameter in self._parts.student.parameters())

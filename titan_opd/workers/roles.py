@@ -21,7 +21,8 @@ from titan_opd.schedule.conductor import Conductor
 from titan_opd.schedule.rules import ScheduleRules
 from titan_opd.schedule.service import TRAINER, ConductorService
 from titan_opd.teacher import Scorer
-from titan_opd.weights.stream import WEIGHT_LIMITS
+from titan_opd.weights.receiver import Checks, WeightReceiver
+from titan_opd.weights.transports import WEIGHT_LIMITS, InProcess
 from titan_opd.workers.connection import port_limits
 from titan_opd.workers.identity import run_identity
 from titan_opd.workers.rollout import RolloutWorker
@@ -82,22 +83,36 @@ def serve_rollout(
     *,
     name: str,
     device: torch.device,
+    local_weights: InProcess | None = None,
     stop: threading.Event | None = None,
 ) -> None:
     """Write answers until the conductor says Stop or `stop` is set.
 
+    Args:
+        local_weights: the published versions of this process, when it is one of the trainer's.
+
     Raises:
         RefusedError: the conductor does not take this worker; the text says why.
         ChannelError: the conductor is gone.
+        WeightError: the trainer's weights do not fit the engine.
     """
     engine = build_engine(config, common, device)
     store = _store(config, transport, name, consumer="the teachers and the trainer")
     hello = _hello(config, common, "rollout", name, store.address)
     port = WorkerPort.connect(transport, conductor, hello)
+    receiver = WeightReceiver(
+        PayloadFetcher(transport, name=name, limits=WEIGHT_LIMITS),
+        worker=name,
+        checks=Checks.of(config.weights.verify),
+        transport=config.weights.transport,
+        timeout=config.weights.timeout_seconds,
+        device=device,
+        local=local_weights,
+    )
     worker = RolloutWorker(
         engine,
         port,
-        PayloadFetcher(transport, name=name, limits=WEIGHT_LIMITS),
+        receiver,
         store,
         prompts=common.train_prompts,
         sampling=config.rollout.sampling,
@@ -107,6 +122,7 @@ def serve_rollout(
     try:
         worker.run(stop)
     finally:
+        receiver.close()
         store.close()
 
 

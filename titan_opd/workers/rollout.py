@@ -8,19 +8,20 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from titan_opd.channel import ChannelError, PayloadFetcher, PayloadStore, WorkerPort
+from titan_opd.channel import ChannelError, PayloadStore, WorkerPort
 from titan_opd.channel import messages as wire
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.data import Prompt, Sample, Trajectory
 from titan_opd.observe import trace
 from titan_opd.rollout import Recording
 from titan_opd.rollout.engine import StreamingEngine
-from titan_opd.weights.stream import fetch_weights
+from titan_opd.weights.errors import LayoutError, VerificationError, WeightError
+from titan_opd.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.05  # how long an empty engine waits for a message at a time
 _RETRY_SECONDS = 1.0  # after an update that could not be fetched
-_FETCH_SECONDS = 120.0  # for a part of the weights
+_MOST_FAILURES = 3  # verifications in a row; what goes wrong as often will go wrong again
 
 
 class RolloutWorker:
@@ -29,7 +30,7 @@ class RolloutWorker:
     Args:
         engine: holds no version yet; the first one comes from the trainer.
         port: the connection to the conductor.
-        fetcher: fetches the weights.
+        receiver: puts published weights into the engine.
         store: keeps the answers until they are trained.
         prompts: as all roles of the run read them; a lease names a prompt by its index.
         sampling, recording: how the answers are written and what is written down beside them.
@@ -40,7 +41,7 @@ class RolloutWorker:
         self,
         engine: StreamingEngine,
         port: WorkerPort,
-        fetcher: PayloadFetcher,
+        receiver: WeightReceiver,
         store: PayloadStore,
         *,
         prompts: Sequence[Prompt],
@@ -50,7 +51,7 @@ class RolloutWorker:
     ) -> None:
         self._engine = engine
         self._port = port
-        self._fetcher = fetcher
+        self._receiver = receiver
         self._store = store
         self._prompts = prompts
         self._sampling = sampling
@@ -61,6 +62,8 @@ class RolloutWorker:
         self._asked = 0  # leases that were asked for and have not come
         self._update: wire.NewVersion | None = None  # the newest that the engine does not have
         self._next_try = 0.0
+        self._failures = 0  # of verifications, in a row
+        self._transport = ""  # that brought the last version
         self._stopped = False
 
     def run(self, stop: threading.Event | None = None) -> None:
@@ -122,20 +125,35 @@ class RolloutWorker:
         update = self._update
         if update is None or time.monotonic() < self._next_try or (self._finish_first and self._is_writing):
             return
-        weights = fetch_weights(self._fetcher, update.store, update.version, update.num_parts, timeout=_FETCH_SECONDS)
+        begin = time.monotonic()
         try:
             with trace.span("weight update", version=update.version):
-                self._engine.load_weights(weights, update.version)
-        except ChannelError as error:
-            # The trainer may have forgotten this version: a newer one is on its way. Or it is gone: the port will tell.
-            logger.warning("the weights of version %d could not be fetched: %s", update.version, error)
-            self._next_try = time.monotonic() + _RETRY_SECONDS
-            if not self._engine.is_serving:
-                self._drop_all()
-                self._port.send(wire.EngineFailed(str(error)[:2000]))
+                self._receiver.take(self._engine, update.store, update.version)
+        except (ChannelError, WeightError) as error:
+            self._update_failed(update.version, error)
             return
-        self._update = None
+        if self._receiver.transport != self._transport:
+            self._transport = self._receiver.transport
+            seconds = time.monotonic() - begin
+            logger.info("weights come by %s: version %d in %.2f s", self._transport, update.version, seconds)
+        self._update, self._failures = None, 0
         self._port.send(wire.EngineVersion(update.version))
+
+    def _update_failed(self, version: int, error: ChannelError | WeightError) -> None:
+        """Keep the old version in service if nothing was written, and try again, unless that is of no use.
+
+        Raises:
+            WeightError: the weights do not fit the engine, or arrive wrong again and again.
+        """
+        logger.warning("the update to version %d failed: %s", version, error)
+        if not self._engine.is_serving or isinstance(error, LayoutError | VerificationError):
+            self._drop_all()
+            self._port.send(wire.EngineFailed(str(error)[:2000]))
+        self._failures += isinstance(error, VerificationError)
+        if isinstance(error, LayoutError) or self._failures >= _MOST_FAILURES:
+            raise error
+        # Else the trainer may have forgotten this version, and a newer one is on its way; or the port will tell.
+        self._next_try = time.monotonic() + _RETRY_SECONDS
 
     def _drop_all(self) -> None:
         """What was being written cannot be finished: the conductor gives these samples out anew."""

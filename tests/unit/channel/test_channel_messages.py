@@ -45,7 +45,7 @@ LARGEST = {
         9, 7, [ADDRESS] * 256, [[m.BatchItem(1 << 32, 255, "a:12345678", 255, "b:12345678", 1 << 16)] * 64] * 64
     ),
     "trained": m.BatchTrained(9),
-    "new_version": m.NewVersion(9, ADDRESS, 12),
+    "new_version": m.NewVersion(9, ADDRESS),
     "cut_request": m.CutRequest(),
     "cut": m.Cut(ADDRESS, LEASE),
     "batch_returned": m.BatchReturned(9, "lost"),

@@ -37,6 +37,11 @@ class InProcess:
         with self._changed:
             self._versions.pop(version, None)
 
+    def published(self, version: int) -> list[Tensor]:
+        """The buckets of a version that is there."""
+        with self._changed:
+            return self._versions[version]
+
     def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
         version = manifest.version
         with self._changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,12 +28,18 @@ from titan_opd.evaluation import REVERSE_KL, Evaluator
 from titan_opd.learner import DistillationModel
 from titan_opd.models import Decoder, DecoderConfig, attention_backend, load_decoder
 from titan_opd.ops.noise import derive_seed
-from titan_opd.parallel import World, parallelize
+from titan_opd.parallel import World, init_shards, load_shards, materialize, parallelize
 from titan_opd.parallel.cores import pin_to_cores
 from titan_opd.prompt_checks import check_prompts
 from titan_opd.rollout import RECORD_NOTHING, AnswersEngine, NativeEngine, Recording, RolloutEngine
+from titan_opd.rollout.vllm_setup import require_vllm
 from titan_opd.schedule import ScheduleRules
 from titan_opd.teacher import LabelScorer, NativeScorer, Scorer
+from titan_opd.weights import named_weights
+
+if TYPE_CHECKING:
+    from titan_opd.rollout.vllm import VllmEngine
+    from titan_opd.rollout.vllm_stream import VllmStream
 
 
 @dataclass(frozen=True)
@@ -146,7 +153,8 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     _check_world(config, world)
     ScheduleRules.of(config.schedule)  # its checks, before anything large is read
     common = read_common(config, checkpoint=checkpoint)
-    student = _student(config, world) if checkpoint is None else load_decoder(checkpoint, device=world.device)
+    model = build_student(config, common, world, checkpoint=checkpoint)
+    student = model.decoder
     here = config.teacher.placement == "colocated"
     teacher = load_teacher(config, common.tokenizer, world.device) if here else None
     eval_prompts = common.eval_prompts[: config.evaluation.num_prompts]
@@ -154,19 +162,10 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     if teacher is not None:
         contexts["teacher.path"] = teacher.config.max_position_embeddings
     check_prompts(config, common.train_prompts, eval_prompts, contexts=contexts, world_size=world.dp_size)
-    writer = build_engine(config, common, world.device)
-    writer.load_weights(student.named_parameters(), 0)
-    model = DistillationModel(student, vocab_size=common.vocab_size, logits_chunk_mb=config.training.logits_chunk_mb)
-    parallelize(
-        model,
-        student,
-        world.mesh,
-        config.training,
-        config.parallel,
-        forward_methods=("sweep",),
-    )
-
     recording = what_to_record(config.objective, config.rollout)
+    writer = _build_writer(config, common, recording, world.device)
+    writer.load_weights(named_weights(student), 0)
+
     evaluator = None
     if eval_prompts:
         evaluator = Evaluator(
@@ -179,7 +178,11 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
             training=config.training,
             world=world,
         )
-    scorer = LabelScorer() if teacher is None else build_scorer(config, teacher, config.objective, common.vocab_size)
+    scorer: Scorer = LabelScorer()
+    if teacher is not None:
+        scorer = build_scorer(config, teacher, config.objective, common.vocab_size)
+    elif here and config.teacher.engine == "vllm":
+        scorer = load_vllm_scorer(config, common, world.device)
     return Parts(
         model=model,
         teacher=teacher,
@@ -202,29 +205,55 @@ def _check_world(config: Config, world: World) -> None:
         )
 
 
-def _student(config: Config, world: World) -> Decoder:
-    path = model_folder(config.student.path)
-    if config.student.initialize == "checkpoint":
-        return load_decoder(path, device=world.device)
-    student = Decoder(DecoderConfig.from_directory(path))
-    student.init_weights(torch.Generator().manual_seed(config.run.seed))
-    return student.to(world.device)
+def build_student(config: Config, common: Common, world: World, *, checkpoint: Path | None) -> DistillationModel:
+    """The student with its loss, spread over the processes; each has read, or drawn, its own shards.
+
+    Raises:
+        ValueError: its files are missing or broken, or the processes cannot share it.
+    """
+    with torch.device("meta"):
+        student = Decoder(common.student)
+    model = DistillationModel(student, vocab_size=common.vocab_size, logits_chunk_mb=config.training.logits_chunk_mb)
+    parallelize(model, student, world.mesh, config.training, config.parallel, forward_methods=("sweep",))
+    materialize(model, torch.device("cpu") if config.parallel.cpu_offload else world.device)
+    if checkpoint is None and config.student.initialize == "random":
+        init_shards(student, torch.Generator().manual_seed(config.run.seed))
+    else:
+        load_shards(student, checkpoint or model_folder(config.student.path))
+    return model
 
 
 def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Decoder | None:
-    """The teacher's decoder; None for cross-entropy.
+    """The teacher's decoder; None for cross-entropy, and where the teacher is in vLLM.
 
     Raises:
         ValueError: its files are missing or broken, or it has another tokenizer than the student.
     """
-    if config.teacher.engine == "none":
+    if config.teacher.engine != "native":
         return None
     path = model_folder(config.teacher.path)
+    _check_teacher(config, tokenizer, path)
+    return load_decoder(path, dtype=getattr(torch, config.teacher.dtype), device=device)
+
+
+def load_vllm_scorer(config: Config, common: Common, device: torch.device) -> Scorer:
+    """The teacher in vLLM.
+
+    Raises:
+        ValueError: vLLM is missing, the teacher's files are, or it has another tokenizer than the student.
+    """
+    require_vllm("teacher.engine")
+    from titan_opd.vllm_parts import build_vllm_scorer
+
+    _check_teacher(config, common.tokenizer, model_folder(config.teacher.path))
+    return build_vllm_scorer(config, common, device)
+
+
+def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     teacher_tokenizer = load_tokenizer(str(path))
     compare_tokenizers(tokenizer, teacher_tokenizer)
-    teacher = load_decoder(path, dtype=getattr(torch, config.teacher.dtype), device=device)
-    check_tokenizer(teacher_tokenizer, teacher.config.vocab_size, where=f"teacher.path = {config.teacher.path!r}")
-    return teacher
+    rows = DecoderConfig.from_directory(path).vocab_size
+    check_tokenizer(teacher_tokenizer, rows, where=f"teacher.path = {config.teacher.path!r}")
 
 
 def build_engine(config: Config, common: Common, device: torch.device) -> NativeEngine:
@@ -242,9 +271,39 @@ def build_engine(config: Config, common: Common, device: torch.device) -> Native
     )
 
 
-def _engine(config: Config, writer: NativeEngine, recording: Recording) -> RolloutEngine:
-    if config.rollout.engine == "native":
+def build_stream(config: Config, common: Common, device: torch.device) -> NativeEngine | VllmStream:
+    """The engine of a rollout worker, which writes while others train; it has still to be given weights.
+
+    Raises:
+        ValueError: vLLM is asked for and missing, or cannot run this model here.
+    """
+    if config.rollout.engine != "vllm":
+        return build_engine(config, common, device)
+    require_vllm("rollout.engine")
+    from titan_opd.vllm_parts import build_vllm_stream
+
+    return build_vllm_stream(config, common, what_to_record(config.objective, config.rollout), device)
+
+
+def _build_writer(
+    config: Config, common: Common, recording: Recording, device: torch.device
+) -> NativeEngine | VllmEngine:
+    """What writes in the trainer's process while nothing else happens: the answers of evaluations, and all of them in a
+    schedule in which nothing overlaps. Where vLLM runs beside the trainer, evaluations are the native engine's.
+    """
+    overlaps = config.schedule.mode != "sync" or "workers" in (config.rollout.placement, config.teacher.placement)
+    if config.rollout.engine != "vllm" or overlaps:
+        return build_engine(config, common, device)
+    require_vllm("rollout.engine")
+    from titan_opd.vllm_parts import build_vllm_engine
+
+    return build_vllm_engine(config, common, recording, device)
+
+
+def _engine(config: Config, writer: NativeEngine | VllmEngine, recording: Recording) -> RolloutEngine:
+    if config.rollout.engine != "answers":
         return writer
+    assert isinstance(writer, NativeEngine)
     return AnswersEngine(reader=None if recording == RECORD_NOTHING else writer)
 
 

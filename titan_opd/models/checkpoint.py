@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -61,10 +61,17 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
 
 
-def read_weights(path: str | Path, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
+def read_weights(
+    path: str | Path, config: DecoderConfig, *, part: Callable[[str], tuple[slice, ...]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the model, once, on the CPU and in the dtype of the file.
 
     All names and shapes are checked before the first weight is handed out.
+
+    Args:
+        path: the folder.
+        config: the model in it.
+        part: which rows and columns of a weight are read, by its name; None: all.
 
     Raises:
         ValueError: the folder is missing, incomplete or damaged, or does not fit `config`.
@@ -82,7 +89,14 @@ def read_weights(path: str | Path, config: DecoderConfig) -> Iterator[tuple[str,
     for file, names in _by_file(files).items():
         with _open(file) as handle:
             for name in sorted(names & shapes.keys()):
-                yield name, handle.get_tensor(name)
+                yield name, handle.get_tensor(name) if part is None else _read_part(handle, name, part(name))
+
+
+def _read_part(handle: safe_open, name: str, part: tuple[slice, ...]) -> Tensor:
+    stored = handle.get_slice(name)
+    if any(one.start == one.stop for one in part):  # the file's reader knows no empty slices
+        return torch.empty([one.stop - one.start for one in part])
+    return stored[part]
 
 
 def _weight_files(directory: Path) -> dict[str, Path]:

@@ -9,7 +9,7 @@ I intermediate size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -140,15 +140,25 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw the weights as Hugging Face does: matrices normal with `initializer_range`, norms 1, biases 0.
+        """Draw the weights as `initial_weights` says.
 
         Args:
             generator: of the parameters' device.
         """
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
-                if getattr(module, "bias", None) is not None:
-                    module.bias.zero_()
-            elif isinstance(module, RMSNorm):
-                module.weight.fill_(1.0)
+        parameters = dict(self.named_parameters())
+        for name, weight in self.initial_weights(generator):
+            parameters[name].copy_(weight)
+
+    def initial_weights(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, as Hugging Face draws it: matrices normal with `initializer_range`, norms 1, biases 0.
+
+        Args:
+            generator: says on which device they are made.
+        """
+        for name, parameter in self.named_parameters():
+            weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
+            if parameter.ndim == 2:
+                weight.normal_(0.0, self.config.initializer_range, generator=generator)
+            else:
+                weight.fill_(0.0 if name.endswith(".bias") else 1.0)
+            yield name, weight

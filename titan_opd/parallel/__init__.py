@@ -1,6 +1,7 @@
 """The trainer's processes and how the student is spread over them."""
 
 from titan_opd.parallel.fsdp import begin_micro_batch, reshard, whole_tensor
+from titan_opd.parallel.materialize import init_shards, load_shards, materialize
 from titan_opd.parallel.memory import return_freed_memory
 from titan_opd.parallel.parallelize import parallelize
 from titan_opd.parallel.tensor_parallel import own_rows
@@ -9,6 +10,9 @@ from titan_opd.parallel.world import World, open_world
 __all__ = [
     "World",
     "begin_micro_batch",
+    "init_shards",
+    "load_shards",
+    "materialize",
     "open_world",
     "own_rows",
     "parallelize",

@@ -25,6 +25,8 @@ def build_mesh(config: ParallelConfig, device_type: str, num_processes: int) -> 
     """
     mesh = init_device_mesh(device_type, axis_sizes(config, num_processes), mesh_dim_names=AXES)
     mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    if config.tp > 1:  # then the gradient's norm is one sum over processes, not one for each axis
+        mesh[AXES if config.dp_replicate > 1 else AXES[1:]]._flatten("holders")
     return mesh
 
 

@@ -68,7 +68,11 @@ FREE_OPTIONS = (
         "weights.",
         "journal.",
     ),
-    *(f"{role}.{name}" for role in ("rollout", "teacher") for name in ("placement", "workers", "cores", "devices")),
+    *(
+        f"{role}.{name}"
+        for role in ("rollout", "teacher")
+        for name in ("placement", "workers", "python", "cores", "devices")
+    ),
 )
 
 

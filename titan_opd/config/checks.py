@@ -14,6 +14,7 @@ def check_config(config: Config) -> None:
     _check_data(config)
     _check_schedule(config)
     _check_weights(config)
+    _check_vllm(config)
 
 
 def _check_teacher(config: Config) -> None:
@@ -25,7 +26,9 @@ def _check_teacher(config: Config) -> None:
                 "never looks at; set teacher.engine = 'none'"
             )
     elif config.teacher.engine == "none":
-        raise ValueError(f"objective.kind = {kind!r} needs a teacher, but teacher.engine = 'none'; use 'native'")
+        raise ValueError(
+            f"objective.kind = {kind!r} needs a teacher, but teacher.engine = 'none'; use 'native' or 'vllm'"
+        )
     elif not config.teacher.path:
         raise ValueError("teacher.path is missing: the folder of the teacher in Hugging Face format")
 
@@ -45,7 +48,7 @@ def _check_answers(config: Config) -> None:
     if kind == "policy_gradient" and engine == "answers":
         raise ValueError(
             "objective.kind = 'policy_gradient' weighs what the student wrote, and rollout.engine = 'answers' writes "
-            "nothing with it; set rollout.engine = 'native'"
+            "nothing with it; set rollout.engine = 'native' or 'vllm'"
         )
     if engine == "answers" and config.schedule.samples_per_prompt > 1:
         raise ValueError(
@@ -126,6 +129,34 @@ def _check_schedule(config: Config) -> None:
         raise ValueError(
             "journal.payload = true cannot keep the whole vocabularies of objective.support = 'dense'; choose a sparse "
             "support, or leave it out"
+        )
+
+
+def _check_vllm(config: Config) -> None:
+    """What vLLM does not do is refused before anything starts."""
+    for name, section in (("rollout", config.rollout), ("teacher", config.teacher)):
+        if section.engine == "vllm" and section.fixed_shapes:
+            raise ValueError(
+                f"{name}.fixed_shapes = true is a promise that vLLM does not make; leave it out, or set "
+                f"{name}.engine = 'native'"
+            )
+        if section.engine == "vllm" and section.placement == "colocated" and section.vllm.tensor_parallel_size > 1:
+            raise ValueError(
+                f"{name}.vllm.tensor_parallel_size = {section.vllm.tensor_parallel_size} needs processes of its own; "
+                f"set {name}.placement = 'workers'"
+            )
+    overlaps = config.rollout.placement == "workers" or config.schedule.mode != "sync"
+    if config.rollout.vllm.sleep and overlaps:
+        raise ValueError(
+            "rollout.vllm.sleep = true frees memory while the trainer works, and here answers are written meanwhile; "
+            "leave it out, or set rollout.placement = 'colocated' and schedule.mode = 'sync'"
+        )
+    objective = config.objective
+    if config.teacher.engine == "vllm" and (objective.support == "dense" or objective.kind == "mc_forward_kl"):
+        what = "whole vocabularies" if objective.support == "dense" else "the teacher's own draws"
+        raise ValueError(
+            f"objective.kind = {objective.kind!r}, support = {objective.support!r} needs {what}, which vLLM does not "
+            "hand out; set teacher.engine = 'native', or choose a sparse support"
         )
 
 

@@ -65,13 +65,75 @@ def check_workers(section: TeacherConfig | RolloutConfig, name: str) -> None:
             )
     for cores in section.cores:
         parse_cores(cores, f"{name}.cores")
+    if section.python and not section.workers:
+        raise ValueError(
+            f"{name}.python = {section.python!r} is the interpreter of worker processes, and {name}.workers = 0 starts "
+            "none here; leave it out, or say how many"
+        )
+
+
+def check_vllm(section: TeacherConfig | RolloutConfig, name: str) -> None:
+    """Raise a ValueError when options of vLLM are given to another engine."""
+    if section.engine != "vllm" and section.vllm != type(section.vllm)():
+        raise ValueError(
+            f"[{name}.vllm] has no effect with {name}.engine = {section.engine!r}; set it to 'vllm', or remove the "
+            "table"
+        )
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """vLLM's own settings; titan_opd/rollout/README.md says what of it has run where."""
+
+    kv_cache_mb: float = option(
+        1024.0, "memory of the KV cache on each device, MiB; 0: as `gpu_memory_utilization` says", minimum=0
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of a device's memory for weights, activations and KV cache, when `kv_cache_mb` is 0",
+        above=0,
+        maximum=1,
+    )
+    max_model_len: int = option(
+        0, "most tokens of a sequence, when more than the longest prompt and answer are wanted", minimum=0
+    )
+    enforce_eager: bool = option(False, "no CUDA graphs and no compilation; on a CPU it is always so")
+    tensor_parallel_size: int = option(1, "devices that share one engine, in worker processes only", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_section(self, "vllm")
+
+
+@dataclass(frozen=True)
+class RolloutVllmConfig(VllmConfig):
+    """vLLM's settings where it writes the answers."""
+
+    sleep: bool = option(
+        False, "after each batch of answers give the GPU's memory to the trainer, in whose process the engine lives"
+    )
+
+
+@dataclass(frozen=True)
+class TeacherVllmConfig(VllmConfig):
+    """vLLM's settings where it scores."""
+
+    search_k: int = option(
+        1024,
+        "candidates a token among which the student's tokens are looked for, where the objective compares more than "
+        "the written one; a token that is not among them stops the run",
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True)
 class TeacherConfig:
     """The model that scores."""
 
-    engine: str = option("native", "how the teacher runs; 'none' for cross-entropy", choices=("native", "none"))
+    engine: str = option(
+        "native",
+        "how the teacher runs: in this package, in vLLM (an extra, scripts/setup_vllm.sh), or 'none' for cross-entropy",
+        choices=("native", "vllm", "none"),
+    )
     path: str = option(
         "", "folder in Hugging Face format, or a run's folder: its newest checkpoint; it has the student's tokenizer"
     )
@@ -89,15 +151,20 @@ class TeacherConfig:
     workers: int = option(
         0, "worker processes that `titan-opd train` starts on this machine, and starts anew when they die", minimum=0
     )
+    python: str = option(
+        "", "interpreter of these workers, such as '.venv-vllm/bin/python'; empty: the one that runs the trainer"
+    )
     cores: tuple[str, ...] = option((), "cores of each of these workers, such as ['0-3', '4-7']; empty: any")
     devices: tuple[int, ...] = option((), "the CUDA device of each of these workers; empty: any", minimum=0)
     fixed_shapes: bool = option(
         False, "scores that do not depend, to the last bit, on which answers are scored together; slower"
     )
+    vllm: TeacherVllmConfig = option(TeacherVllmConfig, "of the engine 'vllm'")
 
     def __post_init__(self) -> None:
         check_section(self, "teacher")
         check_workers(self, "teacher")
+        check_vllm(self, "teacher")
 
 
 @dataclass(frozen=True)
@@ -125,9 +192,10 @@ class RolloutConfig:
 
     engine: str = option(
         "native",
-        "'native': the student writes; 'answers': the data's own expert responses are used (and read by the student "
-        "where the objective compares its samples or its most likely tokens)",
-        choices=("native", "answers"),
+        "'native': the student writes, in this package; 'vllm': it writes in vLLM (an extra, scripts/setup_vllm.sh); "
+        "'answers': the data's own expert responses are used (and read by the student where the objective compares its "
+        "samples or its most likely tokens)",
+        choices=("native", "vllm", "answers"),
     )
     dtype: str = option("float32", "of the engine's copy of the weights and its products", choices=DTYPES)
     sampling: SamplingConfig = option(SamplingConfig, "how the student's tokens are drawn")
@@ -144,15 +212,20 @@ class RolloutConfig:
     workers: int = option(
         0, "worker processes that `titan-opd train` starts on this machine, and starts anew when they die", minimum=0
     )
+    python: str = option(
+        "", "interpreter of these workers, such as '.venv-vllm/bin/python'; empty: the one that runs the trainer"
+    )
     cores: tuple[str, ...] = option((), "cores of each of these workers, such as ['0-3', '4-7']; empty: any")
     devices: tuple[int, ...] = option((), "the CUDA device of each of these workers; empty: any", minimum=0)
     fixed_shapes: bool = option(
         False, "answers that do not depend, to the last bit, on which are written together; slower"
     )
+    vllm: RolloutVllmConfig = option(RolloutVllmConfig, "of the engine 'vllm'")
 
     def __post_init__(self) -> None:
         check_section(self, "rollout")
         check_workers(self, "rollout")
+        check_vllm(self, "rollout")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from titan_opd.rollout.vllm_setup import (
     DRAWS,
     check_model,
     engine_arguments,
-    inside_this_process,
+    open_llm,
     require_vllm,
     sequence_tokens,
     use_first_runner,
@@ -72,8 +72,6 @@ class VllmEngine:
         if draws:
             use_first_runner()
         require_vllm("rollout.engine")
-        from vllm import LLM
-
         from titan_opd.rollout.vllm_requests import Requests
         from titan_opd.rollout.vllm_weights import VllmWeights
 
@@ -100,8 +98,7 @@ class VllmEngine:
             arguments |= {"logits_processors": [DRAWS], "async_scheduling": False}
         self._sleeps = config.vllm.sleep
         self._awake = {"weights", "kv_cache"}
-        with inside_this_process() as place:
-            self._llm = LLM(logprobs_mode="processed_logprobs", enable_sleep_mode=self._sleeps, **arguments, **place)
+        self._llm = open_llm(logprobs_mode="processed_logprobs", enable_sleep_mode=self._sleeps, **arguments)
         (self._layerwise,) = self._llm.collective_rpc("layerwise_update")
         self._weights = VllmWeights(model, getattr(torch, config.dtype), self)
 

@@ -144,13 +144,27 @@ def engine_arguments(
     return arguments
 
 
-@contextlib.contextmanager
-def inside_this_process() -> Iterator[dict[str, Any]]:
-    """While an `LLM` is made in this process; yields the arguments for its place in it.
+def open_llm(**arguments: Any) -> Any:
+    """An `LLM` in this process, for as long as the process lives.
 
-    In the trainer's processes it joins their process group, one engine in each; elsewhere it is on its own. What
-    vLLM changes for the whole process is put back.
+    In the trainer's processes it joins their process group, one engine in each; elsewhere it is on its own. What vLLM
+    changes for the whole process is put back.
+
+    Args:
+        arguments: of `LLM`. A `distributed_executor_backend` among them is kept.
     """
+    from vllm import LLM
+
+    with _inside_this_process() as place:
+        llm = LLM(**(place | arguments))
+    # At its end vLLM destroys the process group, which is the trainer's.
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
+
+
+@contextlib.contextmanager
+def _inside_this_process() -> Iterator[dict[str, Any]]:
+    """What an `LLM` needs to know of its place; the process's own state is put back afterwards."""
     set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     before = {name: os.environ.get(name) for name in names}

@@ -24,7 +24,7 @@ from titan_opd.models import DecoderConfig
 from titan_opd.rollout.vllm_setup import (
     check_model,
     engine_arguments,
-    inside_this_process,
+    open_llm,
     require_vllm,
     sequence_tokens,
 )
@@ -66,8 +66,6 @@ class VllmScorer:
                 "teacher, which vLLM does not hand out; set teacher.engine = 'native'"
             )
         require_vllm("teacher.engine")
-        from vllm import LLM
-
         from titan_opd.rollout.vllm_requests import Requests
 
         self._requests = Requests
@@ -90,10 +88,9 @@ class VllmScorer:
             "max_num_batched_tokens": config.tokens_per_forward,
             "hf_overrides": {"max_position_embeddings": max(max_model_len, model.max_position_embeddings)},
         }
-        with inside_this_process() as place:
-            if config.vllm.tensor_parallel_size > 1:
-                place = {"distributed_executor_backend": "mp"}
-            self._llm = LLM(**arguments, **place)
+        if config.vllm.tensor_parallel_size > 1:
+            arguments |= {"distributed_executor_backend": "mp"}
+        self._llm = open_llm(**arguments)
         self._llm.collective_rpc("shape_logits", args=(vocab_size, 1 / objective.temperature))
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -144,6 +146,20 @@ def _delivery(config: Config, parts: Parts, world: World) -> Callable[[int], Non
     return lambda version: delivery.deliver(engine, version, probe=None if probe is None else probe())
 
 
+def _interpreter(path: str, option: str) -> str:
+    """The interpreter of a worker: this one where `path` is empty.
+
+    Raises:
+        ValueError: there is none at `path`.
+    """
+    found = shutil.which(path) if path else sys.executable
+    if found is None:
+        raise ValueError(
+            f"{option} = {path!r} is no program that can be run; scripts/setup_vllm.sh makes .venv-vllm/bin/python"
+        )
+    return found
+
+
 class _Launcher:
     def __init__(
         self,
@@ -257,19 +273,27 @@ class _Launcher:
                         ["worker", "--role", role],
                         section.cores[index] if section.cores else "",
                         device=section.devices[index] if section.devices else None,
+                        python=_interpreter(section.python, f"{role}.python"),
                     )
                 )
         self._supervisor = Supervisor(folder, workers)
         self._resources.callback(self._supervisor.close)
 
     def _process(
-        self, name: str, arguments: list[str], cores: str, *, device: int | None = None, restarts: bool = True
+        self,
+        name: str,
+        arguments: list[str],
+        cores: str,
+        *,
+        device: int | None = None,
+        python: str = sys.executable,
+        restarts: bool = True,
     ) -> LocalWorker:
         own = ["--connect", self._endpoint, "--name", name, "--ends-with-parent", str(self._config_file)]
         if cores:
             own = ["--cores", cores, *own]
         environment = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
-        return LocalWorker(name, [*arguments, *own], environment=environment, restarts=restarts)
+        return LocalWorker(name, [*arguments, *own], environment=environment, restarts=restarts, python=python)
 
     def _check(self) -> None:
         """Raise what ended a role that the run cannot do without."""

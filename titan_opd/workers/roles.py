@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 import titan_opd
-from titan_opd.assemble import Common, build_engine, build_scorer, load_teacher, what_to_record
+from titan_opd.assemble import Common, build_scorer, build_stream, load_teacher, load_vllm_scorer, what_to_record
 from titan_opd.channel import Address, ConductorPort, PayloadFetcher, PayloadStore, Transport, WorkerPort
 from titan_opd.channel.messages import PROTOCOL_VERSION, Hello, Role
 from titan_opd.checkpoint import model_folder
 from titan_opd.config import Config
+from titan_opd.rollout import NativeEngine
 from titan_opd.schedule.conductor import Conductor
 from titan_opd.schedule.rules import ScheduleRules
 from titan_opd.schedule.service import TRAINER, ConductorService
@@ -96,7 +97,7 @@ def serve_rollout(
         ChannelError: the conductor is gone.
         WeightError: the trainer's weights do not fit the engine.
     """
-    engine = build_engine(config, common, device)
+    engine = build_stream(config, common, device)
     store = _store(config, transport, name, consumer="the teachers and the trainer")
     hello = _hello(config, common, "rollout", name, store.address)
     port = WorkerPort.connect(transport, conductor, hello)
@@ -122,6 +123,8 @@ def serve_rollout(
     try:
         worker.run(stop)
     finally:
+        if not isinstance(engine, NativeEngine):  # it has processes of its own
+            engine.close()
         receiver.close()
         store.close()
 
@@ -147,14 +150,18 @@ def serve_teacher(
         ChannelError: the conductor is gone.
         ValueError: the teacher's files are missing or broken.
     """
-    if scorer is None:
+    if scorer is None and config.teacher.engine == "vllm":
+        scorer = load_vllm_scorer(config, common, device)
+    elif scorer is None:
         teacher = load_teacher(config, common.tokenizer, device)
         assert teacher is not None, "a configuration without a teacher starts no teacher worker"
         scorer = build_scorer(config, teacher, config.objective, common.vocab_size)
     store = _store(config, transport, name, consumer="the trainer")
     hello = _hello(config, common, "teacher", name, store.address)
     port = WorkerPort.connect(transport, conductor, hello)
-    worker = TeacherWorker(scorer, port, PayloadFetcher(transport, name=name), store, at_a_time=_at_a_time(config))
+    worker = TeacherWorker(
+        scorer, port, PayloadFetcher(transport, name=name), store, at_a_time=answers_at_a_time(config)
+    )
     try:
         worker.run(stop)
     finally:
@@ -175,7 +182,7 @@ def connect_trainer(
     return WorkerPort.connect(transport, conductor, hello, timeout=120.0)
 
 
-def _at_a_time(config: Config) -> int:
+def answers_at_a_time(config: Config) -> int:
     """Most answers that a teacher takes in one call: a share of the batch, so that the teachers share the work."""
     return max(1, min(16, config.schedule.batch // max(1, 2 * config.teacher.workers)))
 

@@ -31,12 +31,14 @@ class LocalWorker:
         arguments: of `titan-opd`.
         environment: added to this process's.
         restarts: whether it is started anew when it dies.
+        python: the interpreter that runs it.
     """
 
     name: str
     arguments: Sequence[str]
     environment: dict[str, str] = field(default_factory=dict)
     restarts: bool = True
+    python: str = sys.executable
     process: subprocess.Popen | None = None
     born: float = 0.0
     short_lives: int = 0
@@ -89,7 +91,7 @@ class Supervisor:
         worker.num_starts += 1
         with (self._folder / f"{worker.name}.log").open("ab") as log:
             worker.process = subprocess.Popen(
-                [sys.executable, "-m", "titan_opd.cli", *worker.arguments],
+                [worker.python, "-m", "titan_opd.cli", *worker.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

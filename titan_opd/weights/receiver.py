@@ -108,7 +108,8 @@ class WeightReceiver:
         manifest = self._fetcher.fetch(store, key, ManifestRecord, timeout=self._timeout).manifest()
         inlet = self._inlet(manifest, store)
         buckets = inlet.buckets(manifest, manifest.offers[inlet.name], deadline)
-        put_in(target, manifest, buckets, worker=self._worker, checks=self._checks, previous=self._previous)
+        previous, self._previous = self._previous, {}  # what it has is not known again before the update is complete
+        put_in(target, manifest, buckets, worker=self._worker, checks=self._checks, previous=previous)
         self._previous = manifest.digests
         self.transport = inlet.name
 
@@ -233,7 +234,7 @@ def _next(buckets: Iterator[Tensor], manifest: Manifest, index: int) -> Tensor:
         raise TransferError(
             f"version {manifest.version} ends before bucket {index} of {len(manifest.buckets)}, {manifest.names(index)}"
         ) from None
-    except ChannelError as error:
+    except (ChannelError, TransferError) as error:
         raise TransferError(
             f"version {manifest.version}: bucket {index} of {len(manifest.buckets)} ({manifest.names(index)}) did not "
             f"come: {error}"

@@ -65,7 +65,7 @@ class ChannelInlet:
 
     def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
         for index in range(len(manifest.buckets)):
-            deadline.check(f"version {manifest.version} by the channel, up to {manifest.names(index)},")
+            deadline.check("fetching by the channel")
             key = _key(manifest.version, index)
             yield self._fetcher.fetch(self._store, key, BucketRecord, timeout=deadline.left).bytes
 

@@ -62,11 +62,10 @@ class CudaIpcInlet:
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
         if uuid != offer["gpu"]:
             raise TransferError(
-                f"version {manifest.version} lies on GPU {offer['gpu']}, this engine runs on {uuid}; set "
-                "weights.transport = 'process_group'"
+                f"it lies on GPU {offer['gpu']}, this engine runs on {uuid}; set weights.transport = 'process_group'"
             )
-        for index, (num_bytes, handle) in enumerate(zip(manifest.buckets, offer["handles"], strict=True)):
-            deadline.check(f"version {manifest.version} by cuda_ipc, up to {manifest.names(index)},")
+        for num_bytes, handle in zip(manifest.buckets, offer["handles"], strict=True):
+            deadline.check("opening memory of the GPU")
             _, *rest = _read(handle)
             storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *rest)
             yield torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[:num_bytes]

@@ -49,8 +49,8 @@ class InProcess:
             self._changed.wait_for(lambda: self._newest >= version, deadline.left)
             buckets = self._versions.get(version)
         if buckets is None:
-            reason = "it is forgotten" if self._newest >= version else f"not published within {deadline.seconds:g} s"
-            raise TransferError(f"version {version} is not in this process: {reason}")
+            reason = "forgotten" if self._newest >= version else f"not published within {deadline.seconds:g} s"
+            raise TransferError(f"it is not in this process: {reason}")
         yield from buckets
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ class ProcessGroupInlet:
     def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
         host, port = str(offer[0]), int(offer[1])
         store = self._store(host, port, deadline)
-        place = f"version {manifest.version} from {host}:{port}"
+        place = f"from {host}:{port}"
         try:
             number, rank, size = self._sign_up(store, manifest.version, deadline)
             group = _group(store, number, rank, size, host, self._device, deadline.left)
@@ -153,9 +153,8 @@ class ProcessGroupInlet:
                 work.wait(timedelta(seconds=max(0.001, deadline.left)))
             except RuntimeError as error:
                 raise TransferError(
-                    f"{place}: rank {rank} of {size}: broadcast of bucket {index} ({manifest.names(index)}) failed or "
-                    f"took more than {deadline.seconds:g} s; the trainer or another engine of the round is dead "
-                    f"({error})"
+                    f"{place}: rank {rank} of {size}: its broadcast failed or took more than {deadline.seconds:g} s; "
+                    f"the trainer or another engine of the round is dead ({error})"
                 ) from error
             assert arrived == index
             yield bucket

@@ -1,0 +1,96 @@
+"""A trainer's and an engine's end of the weights, in one process, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.engines.writing import make_decoder, make_engine, make_samples
+from titan_opd.channel import InProcessTransport, PayloadFetcher, PayloadStore
+from titan_opd.config.schema import SamplingConfig
+from titan_opd.models import Decoder
+from titan_opd.rollout import NativeEngine
+from titan_opd.weights.publisher import WeightPublisher
+from titan_opd.weights.receiver import Checks, WeightReceiver
+from titan_opd.weights.source import WeightSource
+from titan_opd.weights.transports import WEIGHT_LIMITS, ChannelOutlet, InProcess, SharedMemoryOutlet
+
+SAMPLING = SamplingConfig(max_new_tokens=8)
+BUCKET_BYTES = 6000  # several buckets, and an embedding that is larger than one
+DIGEST_ONLY = Checks(digest=True, probe=False)
+
+
+class Ends(contextlib.ExitStack):
+    """Publishes weights of decoders and takes them into engines.
+
+    Args:
+        transport: "in_process", "shared_memory" or "channel".
+        folder: an empty one, on a file system in memory.
+        dtype: what weights are cast to.
+    """
+
+    def __init__(self, transport: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._transport = transport
+        self._channel = InProcessTransport()
+        self.store = PayloadStore(
+            self._channel, name="weights", capacity_bytes=1 << 24, consumer="the engines", limits=WEIGHT_LIMITS
+        )
+        self.callback(self.store.close)
+        self.local = InProcess()
+        self.outlet = {
+            "in_process": lambda: self.local,
+            "shared_memory": lambda: SharedMemoryOutlet(folder / "weights"),
+            "channel": lambda: ChannelOutlet(self.store),
+        }[transport]()
+        self.publisher: WeightPublisher | None = None
+
+    def publish(self, decoder: Decoder, version: int, **options: object) -> None:
+        """A version that is the weights of `decoder`."""
+        source = WeightSource(decoder, dtype=self.dtype, bucket_bytes=BUCKET_BYTES, timeout=20)
+        if self.publisher is None:
+            self.publisher = WeightPublisher(source, [self.outlet], self.store, bucket_bytes=BUCKET_BYTES)
+            self.callback(self.publisher.close)
+        self.publisher.source = source
+        self.manifest = self.publisher.publish(version, **options)
+
+    def receiver(self, checks: Checks = DIGEST_ONLY, *, transport: str | None = None) -> WeightReceiver:
+        """An engine's end."""
+        return WeightReceiver(
+            PayloadFetcher(self._channel, name="rollout-0", limits=WEIGHT_LIMITS),
+            worker="rollout-0",
+            checks=checks,
+            transport=transport or self._transport,
+            timeout=20,
+            device=torch.device("cpu"),
+            local=self.local if self._transport == "in_process" else None,
+        )
+
+    def take(self, engine: NativeEngine, version: int, checks: Checks = DIGEST_ONLY) -> None:
+        """Take a version into an engine, by a new receiver."""
+        self.receiver(checks).take(engine, self.store.address, version)
+
+
+def engine_on(seed: int, dtype: torch.dtype = torch.bfloat16, **overrides: object) -> NativeEngine:
+    """An engine that was made with the weights of a seed."""
+    return make_engine(make_decoder(seed=seed, **overrides).to(dtype))
+
+
+def weights_of(engine: NativeEngine) -> dict[str, Tensor]:
+    """What an engine stores."""
+    return {name: value.detach() for name, value in engine._decoder.named_parameters()}
+
+
+def holds(engine: NativeEngine, decoder: Decoder) -> bool:
+    """Whether an engine stores exactly the cast weights of a decoder."""
+    stored = weights_of(engine)
+    return all(torch.equal(stored[name], value.to(stored[name].dtype)) for name, value in decoder.named_parameters())
+
+
+def answers(engine: NativeEngine) -> list[list[int]]:
+    """What an engine writes."""
+    return [one.response_ids.tolist() for one in engine.generate(make_samples(3), SAMPLING)]

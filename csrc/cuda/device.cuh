@@ -56,6 +56,35 @@ __device__ __forceinline__ ExpSum warp_merge(ExpSum value) {
   return value;
 }
 
+// Merges what the block's threads have summed inside and outside a row's set, and writes the whole and the tail.
+// `sums` is shared memory that nothing else uses.
+template <typename Task, int kWarps>
+__device__ __forceinline__ void write_row_stats(const Task& task, int64_t r, ExpSum inside, ExpSum outside,
+                                                ExpSum (&sums)[2][kWarps]) {
+  inside = warp_merge(inside);
+  outside = warp_merge(outside);
+  const int lane = threadIdx.x % kWarpThreads;
+  const int warp = threadIdx.x / kWarpThreads;
+  if (lane == 0) {
+    sums[0][warp] = inside;
+    sums[1][warp] = outside;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const ExpSum empty{kMinusInfinity, 0.0f};
+    inside = warp_merge(lane < kWarps ? sums[0][lane] : empty);
+    outside = warp_merge(lane < kWarps ? sums[1][lane] : empty);
+    if (lane == 0) {
+      const ExpSum whole = finished(merge(inside, outside));
+      const ExpSum tail = finished(outside);
+      task.max_R[r] = whole.max;
+      task.sum_exp_R[r] = whole.sum;
+      task.tail_max_R[r] = tail.max;
+      task.tail_sum_exp_R[r] = tail.sum;
+    }
+  }
+}
+
 // Calls `visit(column, z)` once for every column of a row, the block's threads side by side: z is an array of as many
 // adjacent logits as fit 16 bytes, or of one where the row's ends are not aligned to 16 bytes. Reads each byte once.
 template <typename Logit, typename Visit>

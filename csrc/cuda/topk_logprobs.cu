@@ -139,28 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1) topk_logprobs_kernel(TopkLogprobs
     }
   }
 
-  inside = warp_merge(inside);
-  outside = warp_merge(outside);
-  const int lane = threadIdx.x % kWarpThreads;
-  const int warp = threadIdx.x / kWarpThreads;
-  if (lane == 0) {
-    sums[0][warp] = inside;
-    sums[1][warp] = outside;
-  }
-  __syncthreads();
-  if (warp == 0) {
-    const ExpSum empty{kMinusInfinity, 0.0f};
-    inside = warp_merge(lane < kWarps ? sums[0][lane] : empty);
-    outside = warp_merge(lane < kWarps ? sums[1][lane] : empty);
-    if (lane == 0) {
-      const ExpSum whole = finished(merge(inside, outside));
-      const ExpSum tail = finished(outside);
-      task.max_R[r] = whole.max;
-      task.sum_exp_R[r] = whole.sum;
-      task.tail_max_R[r] = tail.max;
-      task.tail_sum_exp_R[r] = tail.sum;
-    }
-  }
+  write_row_stats(task, r, inside, outside, sums);
 }
 
 }  // namespace

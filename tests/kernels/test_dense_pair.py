@@ -335,14 +335,6 @@ def test_shards_add_up_to_the_whole(backend, num_shards):
     )
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @per_backend
 @pytest.mark.usefixtures("two_threads")
 def test_rows_share_no_state(backend):

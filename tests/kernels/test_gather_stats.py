@@ -166,14 +166,6 @@ def test_extreme_ids_are_nobodys(backend):
     torch.testing.assert_close(stats.tail_lse, stats.lse, rtol=0, atol=0)
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @per_backend
 @pytest.mark.usefixtures("two_threads")
 def test_rows_share_no_state(backend):

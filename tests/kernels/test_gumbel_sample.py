@@ -180,14 +180,6 @@ def test_one_column_is_always_drawn_and_padding_never(backend):
     assert empty.scores.unique().tolist() == [-math.inf]
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @per_backend
 @pytest.mark.usefixtures("two_threads")
 def test_a_draw_depends_on_its_row_and_number_only(backend):

@@ -100,14 +100,6 @@ def test_nothing_to_copy(backend):
     backend.call("multi_copy", [torch.zeros(0, 5)], [torch.zeros(0, 5)])
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @per_backend
 @pytest.mark.usefixtures("two_threads")
 def test_large_tensors_are_shared_among_threads(backend):

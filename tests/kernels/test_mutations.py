@@ -94,6 +94,17 @@ FAULTS = [
         ("neighbours never meet", "offset > 0", "offset > 1"),
         ("halves of the warp never meet", "kWarpThreads / 2", "kWarpThreads / 4"),
     ),
+    *(
+        fault
+        for kernel in ("gather_stats", "topk_logprobs")
+        for fault in faults_of(
+            kernel,
+            "cuda/device.cuh",
+            "void write_row_stats(",
+            ("without the barrier before the warps' sums", "  __syncthreads();\n", ""),
+            ("a warp's sum left out", "lane < kWarps ? sums[1]", "lane < kWarps - 1 ? sums[1]"),
+        )
+    ),
     *faults_of(
         "gather_stats",
         "cuda/gather_stats.cu",
@@ -109,7 +120,6 @@ FAULTS = [
         ("no word to read ahead", "((columns + 31) / 32 + 1) * sizeof", "((columns + 31) / 32) * sizeof"),
         ("support not cleared", "support[word] = 0", "support[word] |= 0"),
         ("ids of other shards counted", "if (column >= 0 && column < num_columns)", "if (column < num_columns)"),
-        ("a warp's sum left out", "lane < kWarps ? sums[1]", "lane < kWarps - 1 ? sums[1]"),
         ("second segment from the first's columns", "row + begin, num_columns", "row, num_columns"),
     ),
     *faults_of(

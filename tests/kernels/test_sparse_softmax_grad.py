@@ -265,14 +265,6 @@ def test_many_duplicates_add_up(backend):
     assert grad_RV[:, :3].abs().max() > 1
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @per_backend
 @pytest.mark.usefixtures("two_threads")
 def test_rows_share_no_state(backend):

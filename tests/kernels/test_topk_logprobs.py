@@ -146,14 +146,6 @@ def test_nan_and_infinity_come_first_and_spoil_the_sums_of_the_sets_that_hold_th
     assert_matches_reference(found, logits_RV, 4)
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @per_backend
 @pytest.mark.usefixtures("two_threads")
 def test_rows_share_no_state(backend):

@@ -11,6 +11,7 @@ types, shapes and offsets come by call.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -134,6 +135,10 @@ class Receiver:
     def end_with_parent(self) -> None:
         """Let this process end when the one that started it does, however that ends."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def process_number(self) -> int:
+        """Where this worker runs."""
+        return os.getpid()
 
     def layerwise_update(self) -> LayerwiseUpdate:
         """For an engine in the caller's process, which hands over its tensors themselves."""

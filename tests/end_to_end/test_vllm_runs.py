@@ -1,0 +1,99 @@
+"""Whole runs with vLLM: in the trainer's process, and in workers beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.workshop import TOML, Workshop
+from tests.helpers.arithmetic import save_model
+from tests.helpers.runs import trained_numbers
+from tests.helpers.vllm import needs_vllm
+from titan_opd.observe import read_metrics
+
+pytestmark = needs_vllm
+VLLM = ("--rollout.engine", "vllm", "--rollout.vllm.kv_cache_mb", "64")
+VLLM_TEACHER = ("--teacher.engine", "vllm", "--teacher.vllm.kv_cache_mb", "64")
+WORKERS = ("--rollout.placement", "workers", "--rollout.workers", "1", "--rollout.python", sys.executable)
+ASYNC = ("--schedule.mode", "async", "--schedule.max_staleness", "2")
+NUM_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Models with heads of 32, the smallest of vLLM's attention on a CPU."""
+    folder = tmp_path_factory.mktemp("workshop")
+    save_model(folder / "student", "llama", seed=0, head_dim=32)
+    save_model(folder / "teacher", "qwen3", seed=1, head_dim=32)
+    (folder / "run.toml").write_text(TOML.format(folder=folder))
+    return Workshop(folder)
+
+
+def train(workshop: Workshop, name: str, *options: str, steps: int = NUM_STEPS) -> Path:
+    """A run in a process of its own: vLLM in the trainer's process lasts as long as that."""
+    path = workshop.folder / name
+    command = [sys.executable, "-m", "titan_opd.cli", "train", workshop.toml, "--run.directory", path, *options]
+    command += ["--training.steps", str(steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr, done.stderr[-4000:]
+    return path
+
+
+def check_run(run: Path, *, steps: int = NUM_STEPS) -> None:
+    """Every sample once, and the student nears its teacher."""
+    numbers = trained_numbers(run)
+    assert len(numbers) == len(set(numbers)) == 8 * steps
+    assert max(numbers) < 8 * (steps + 3)
+    lines = [line for line in read_metrics(run) if line["kind"] == "train"]
+    losses = [line["loss"] for line in lines]
+    assert len(losses) == steps
+    assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        VLLM,
+        (*VLLM, *VLLM_TEACHER),
+        (*VLLM, "--rollout.num_samples", "4", "--objective.kind", "policy_gradient", "--objective.support", "sampled"),
+    ],
+    ids=["student", "student and teacher", "Monte Carlo samples"],
+)
+def test_in_the_trainers_process(workshop: Workshop, options: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    run = train(workshop, request.node.callspec.id.replace(" ", "-"), *options)
+    if "policy_gradient" not in options:  # whose loss is no distance
+        check_run(run)
+    evaluations = [line for line in read_metrics(run) if line["kind"] == "evaluation"]
+    if "teacher_kl" in evaluations[0]:
+        assert evaluations[-1]["teacher_kl"] < evaluations[0]["teacher_kl"]
+    assert trained_numbers(run) == list(range(8 * NUM_STEPS))
+
+
+def test_in_workers_while_the_trainer_trains(workshop: Workshop) -> None:
+    run = train(workshop, "asynchronous", *VLLM, *WORKERS, *ASYNC)
+    check_run(run)
+    stale = [line["staleness/max"] for line in read_metrics(run) if "staleness/max" in line]
+    assert all(value <= 2 for value in stale)
+
+
+def test_in_a_thread_of_the_trainer_with_a_vllm_beside_it(workshop: Workshop) -> None:
+    check_run(train(workshop, "overlapping", *VLLM, *ASYNC))
+
+
+def test_all_roles_in_workers(workshop: Workshop) -> None:
+    teachers = ("--teacher.placement", "workers", "--teacher.workers", "1", "--teacher.python", sys.executable)
+    check_run(train(workshop, "all-workers", *VLLM, *VLLM_TEACHER, *WORKERS, *teachers, *ASYNC))
+
+
+def test_an_interpreter_that_is_not_there(workshop: Workshop) -> None:
+    command = [sys.executable, "-m", "titan_opd.cli", "train", workshop.toml, *VLLM, *WORKERS[:-1], "/no/python"]
+    command += ["--run.directory", workshop.folder / "nowhere"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "rollout.python = '/no/python'" in done.stderr

@@ -231,7 +231,7 @@ setup(
     extras_require={
         "gpu": ["flash-attn"],
         "float8": ["torchao"],
-        "vllm": ["vllm"],
+        "vllm": ["vllm>=0.32,<0.34"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
     },
     entry_points={"console_scripts": ["titan-opd = titan_opd.cli:main"]},

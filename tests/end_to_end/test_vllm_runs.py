@@ -33,11 +33,15 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(folder)
 
 
-def train(workshop: Workshop, name: str, *options: str, steps: int = NUM_STEPS) -> Path:
-    """A run in a process of its own: vLLM in the trainer's process lasts as long as that."""
+def train(workshop: Workshop, name: str, *options: str, num_processes: int = 1) -> Path:
+    """A run in processes of its own: vLLM in the trainer's process lasts as long as that."""
     path = workshop.folder / name
-    command = [sys.executable, "-m", "titan_opd.cli", "train", workshop.toml, "--run.directory", path, *options]
-    command += ["--training.steps", str(steps)]
+    launcher = ["-m", "titan_opd.cli", "train"]
+    if num_processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+        launcher += ["-m", "titan_opd.train"]
+    command = [sys.executable, *launcher, workshop.toml, "--run.directory", path, *options]
+    command += ["--training.steps", str(NUM_STEPS)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -45,14 +49,14 @@ def train(workshop: Workshop, name: str, *options: str, steps: int = NUM_STEPS) 
     return path
 
 
-def check_run(run: Path, *, steps: int = NUM_STEPS) -> None:
+def check_run(run: Path) -> None:
     """Every sample once, and the student nears its teacher."""
     numbers = trained_numbers(run)
-    assert len(numbers) == len(set(numbers)) == 8 * steps
-    assert max(numbers) < 8 * (steps + 3)
+    assert len(numbers) == len(set(numbers)) == 8 * NUM_STEPS
+    assert max(numbers) < 8 * (NUM_STEPS + 3)
     lines = [line for line in read_metrics(run) if line["kind"] == "train"]
     losses = [line["loss"] for line in lines]
-    assert len(losses) == steps
+    assert len(losses) == NUM_STEPS
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
 
 
@@ -72,6 +76,12 @@ def test_in_the_trainers_process(workshop: Workshop, options: tuple[str, ...], r
     evaluations = [line for line in read_metrics(run) if line["kind"] == "evaluation"]
     if "teacher_kl" in evaluations[0]:
         assert evaluations[-1]["teacher_kl"] < evaluations[0]["teacher_kl"]
+    assert trained_numbers(run) == list(range(8 * NUM_STEPS))
+
+
+def test_in_each_of_two_trainer_processes(workshop: Workshop) -> None:
+    run = train(workshop, "two-processes", *VLLM, num_processes=2)
+    check_run(run)
     assert trained_numbers(run) == list(range(8 * NUM_STEPS))
 
 

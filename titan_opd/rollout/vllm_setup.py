@@ -170,7 +170,8 @@ def _inside_this_process() -> Iterator[dict[str, Any]]:
     before = {name: os.environ.get(name) for name in names}
     place: dict[str, Any] = {"distributed_executor_backend": "uni"}
     if dist.is_initialized():
-        place = {"distributed_executor_backend": "external_launcher", "data_parallel_size": dist.get_world_size()}
+        # Not as vLLM's data-parallel ranks, which take every step together: each writes its own answers.
+        place = {"distributed_executor_backend": "external_launcher"}
         os.environ.update({"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())})
         os.environ.setdefault("LOCAL_RANK", "0")
     try:

@@ -125,6 +125,7 @@ class VllmStream:
         self._writing: dict[int, _Writing] = {}
         self._ended: queue.SimpleQueue[tuple[_Writing, Trajectory | BaseException]] = queue.SimpleQueue()
         self._keys = itertools.count()
+        self._llm: Any = None
         self._is_paused = False
         self._is_updating = False
         self._folder = write_model(model, vocab_size=vocab_size, context=max_model_len)
@@ -183,12 +184,19 @@ class VllmStream:
 
     def close(self) -> None:
         """End vLLM's processes."""
-        llm = getattr(self, "_llm", None)
-        if llm is not None:
-            self._loop.call_soon_threadsafe(llm.shutdown)
+        self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
         self._folder.cleanup()
+
+    async def _end(self) -> None:
+        tasks = [one.task for one in self._writing.values() if one.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._llm is not None:
+            self._llm.shutdown()
 
     # ---- Answers -----------------------------------------------------------------------------------------------------
 

@@ -120,7 +120,8 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
     expected = field_types(section)
     if name not in expected:
         raise ValueError(f"--{key}: unknown key {name!r}{nearest(name, expected)}; known keys: {', '.join(expected)}")
-    if str in (expected[name], *typing.get_args(expected[name])):
+    is_list = typing.get_origin(expected[name]) is tuple
+    if not is_list and str in (expected[name], *typing.get_args(expected[name])):
         tree[name] = text
         return
     try:

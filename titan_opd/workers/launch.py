@@ -21,7 +21,9 @@ from titan_opd.channel import (
     InProcessTransport,
     PayloadFetcher,
     PayloadStore,
+    RefusedError,
     Transport,
+    WorkerPort,
     messages,
 )
 from titan_opd.channel.keys import CONDUCTOR
@@ -36,7 +38,7 @@ from titan_opd.schedule.service import checkpoint_keys
 from titan_opd.schedule.trainer_end import ScheduleCut, TrainerLink, WorkerSchedule
 from titan_opd.weights.transports import WEIGHT_LIMITS, InProcess
 from titan_opd.workers.connection import conductor_address, conductor_endpoint, open_transport
-from titan_opd.workers.roles import ADDRESS_SECONDS, connect_trainer, serve_conductor, serve_rollout, serve_teacher
+from titan_opd.workers.roles import START_SECONDS, connect_trainer, serve_conductor, serve_rollout, serve_teacher
 from titan_opd.workers.supervisor import LocalWorker, Supervisor
 from titan_opd.workers.weights import build_delivery, build_probe, build_publisher, version_bytes
 
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 RESTORE_FILE = "conductor.json"  # in the run's folder: what the conductor goes on from
 _LOCAL_ENDPOINT = "local://conductor"
 _JOIN_SECONDS = 30.0
+_CONNECT_SECONDS = 5.0  # for one try to reach the conductor
 
 
 @dataclass(frozen=True)
@@ -305,7 +308,8 @@ class _Launcher:
 
     def _ask_report(self) -> dict[str, Any]:
         """The conductor's report, over a connection of its own: the trainer's belongs to its main thread."""
-        port = connect_trainer(self._config, self._parts.common, self._transport, self._address, name="watchdog")
+        arguments = (self._config, self._parts.common, self._transport, self._address)
+        port = connect_trainer(*arguments, name="watchdog", timeout=_JOIN_SECONDS)
         try:
             port.send(messages.ReportRequest())
             while True:
@@ -317,24 +321,12 @@ class _Launcher:
         finally:
             port.close()
 
-    def _wait_for_failure(self) -> None:
-        """Raise what keeps the conductor from its address, once it has given up."""
-        end = time.monotonic() + ADDRESS_SECONDS + _JOIN_SECONDS
-        while self._supervisor is not None and time.monotonic() < end:
-            self._supervisor.check()
-            time.sleep(0.1)
-        self._check()
-
     # ---- The trainer's end -------------------------------------------------------------------------------------------
 
     def _link(self) -> TrainerLink:
         kept = PayloadStore(self._transport, name="kept", capacity_bytes=self._kept_bytes(), consumer="the trainer")
         self._resources.callback(kept.close)
-        try:
-            port = connect_trainer(self._config, self._parts.common, self._transport, self._address, store=kept.address)
-        except ChannelError:
-            self._wait_for_failure()  # why the conductor is not there says more
-            raise
+        port = self._connect(kept.address)
         self._resources.callback(port.close)
         for one in self._continuation.samples if self._continuation is not None else ():
             answer, scores = checkpoint_keys(one.trajectory.sample.number)
@@ -349,6 +341,29 @@ class _Launcher:
         )
         self._resources.callback(weights.close)
         return TrainerLink(port, weights, kept)
+
+    def _connect(self, store: Address) -> WorkerPort:
+        end = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return connect_trainer(
+                    self._config,
+                    self._parts.common,
+                    self._transport,
+                    self._address,
+                    store=store,
+                    timeout=_CONNECT_SECONDS,
+                )
+            except RefusedError:
+                raise
+            except ChannelError:
+                if self._supervisor is not None:
+                    self._supervisor.check()  # why the conductor is not there says more
+                else:
+                    self._check()
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
     def _kept_bytes(self) -> int:
         return int(self._config.channel.store_mb * 2**20)

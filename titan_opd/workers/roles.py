@@ -29,7 +29,8 @@ from titan_opd.workers.identity import run_identity
 from titan_opd.workers.rollout import RolloutWorker
 from titan_opd.workers.teacher import TeacherWorker
 
-ADDRESS_SECONDS = 15.0  # how long a conductor waits for its address: that of a killed one is free after a while
+START_SECONDS = 600.0  # how long the roles wait for a conductor: on a busy machine its imports take minutes
+_ADDRESS_SECONDS = 15.0  # how long a conductor waits for its address: that of a killed one is free after a while
 
 
 def serve_conductor(
@@ -100,7 +101,7 @@ def serve_rollout(
     engine = build_stream(config, common, device)
     store = _store(config, transport, name, consumer="the teachers and the trainer")
     hello = _hello(config, common, "rollout", name, store.address)
-    port = WorkerPort.connect(transport, conductor, hello)
+    port = WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)
     receiver = WeightReceiver(
         PayloadFetcher(transport, name=name, limits=WEIGHT_LIMITS),
         worker=name,
@@ -158,7 +159,7 @@ def serve_teacher(
         scorer = build_scorer(config, teacher, config.objective, common.vocab_size)
     store = _store(config, transport, name, consumer="the trainer")
     hello = _hello(config, common, "teacher", name, store.address)
-    port = WorkerPort.connect(transport, conductor, hello)
+    port = WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)
     worker = TeacherWorker(
         scorer, port, PayloadFetcher(transport, name=name), store, at_a_time=answers_at_a_time(config)
     )
@@ -176,10 +177,11 @@ def connect_trainer(
     *,
     name: str = TRAINER,
     store: Address | None = None,
+    timeout: float,
 ) -> WorkerPort:
-    """A connection of the trainer's to the conductor; waits until that has started."""
+    """A connection of the trainer's to the conductor; waits `timeout` seconds for one that is starting."""
     hello = _hello(config, common, "trainer", name, store)
-    return WorkerPort.connect(transport, conductor, hello, timeout=120.0)
+    return WorkerPort.connect(transport, conductor, hello, timeout=timeout)
 
 
 def answers_at_a_time(config: Config) -> int:
@@ -210,7 +212,7 @@ def _hello(config: Config, common: Common, role: Role, name: str, store: Address
 
 
 def _listen(transport: Transport, endpoint: str, identity: Any, config: Config) -> ConductorPort:
-    end = time.monotonic() + ADDRESS_SECONDS
+    end = time.monotonic() + _ADDRESS_SECONDS
     while True:
         try:
             return ConductorPort(transport, endpoint, identity, port_limits(config))

@@ -106,7 +106,7 @@ class WeightReceiver:
         deadline = Deadline(self._timeout)
         key = manifest_key(version)
         manifest = self._fetcher.fetch(store, key, ManifestRecord, timeout=self._timeout).manifest()
-        inlet = self._inlet(manifest, store)
+        inlet = self._inlet(manifest)
         buckets = inlet.buckets(manifest, manifest.offers[inlet.name], deadline)
         previous, self._previous = self._previous, {}  # what it has is not known again before the update is complete
         put_in(target, manifest, buckets, worker=self._worker, checks=self._checks, previous=previous)
@@ -118,7 +118,7 @@ class WeightReceiver:
         for inlet in self._inlets.values():
             inlet.close()
 
-    def _inlet(self, manifest: Manifest, store: Address) -> Inlet:
+    def _inlet(self, manifest: Manifest) -> Inlet:
         name = self._wanted if self._wanted != "auto" else self._best(manifest)
         if name not in manifest.offers:
             raise TransferError(
@@ -126,7 +126,7 @@ class WeightReceiver:
                 f"{manifest.version}; start the worker with the trainer's configuration"
             )
         if name not in self._inlets:
-            self._inlets[name] = self._open(name, store)
+            self._inlets[name] = self._open(name)
         return self._inlets[name]
 
     def _best(self, manifest: Manifest) -> str:
@@ -138,7 +138,7 @@ class WeightReceiver:
             return "shared_memory"
         return "channel"
 
-    def _open(self, name: str, store: Address) -> Inlet:
+    def _open(self, name: str) -> Inlet:
         match name:
             case "in_process" if self._local is not None:
                 return self._local
@@ -149,7 +149,7 @@ class WeightReceiver:
             case "cuda_ipc":
                 return CudaIpcInlet(self._device)
             case "channel":
-                return ChannelInlet(self._fetcher, store)
+                return ChannelInlet(self._fetcher)
         raise TransferError(f"{self._worker} is not in the trainer's process, as weights.transport = {name!r} needs")
 
 

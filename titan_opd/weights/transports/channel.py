@@ -44,7 +44,7 @@ class ChannelOutlet:
         self._keys[version] = [_key(version, index) for index in range(len(buckets))]
         for key, bucket in zip(self._keys[version], buckets, strict=True):
             self._store.put(key, BucketRecord(version, bucket), timeout=0.0)
-        return True
+        return [self._store.address.endpoint, self._store.address.public_key]
 
     def forget(self, version: int) -> None:
         self._store.release(self._keys.pop(version, []))
@@ -59,15 +59,15 @@ class ChannelInlet:
 
     name = "channel"
 
-    def __init__(self, fetcher: PayloadFetcher, store: Address) -> None:
+    def __init__(self, fetcher: PayloadFetcher) -> None:
         self._fetcher = fetcher
-        self._store = store
 
     def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
+        store = Address(*offer)
         for index in range(len(manifest.buckets)):
             deadline.check("fetching by the channel")
             key = _key(manifest.version, index)
-            yield self._fetcher.fetch(self._store, key, BucketRecord, timeout=deadline.left).bytes
+            yield self._fetcher.fetch(store, key, BucketRecord, timeout=deadline.left).bytes
 
     def close(self) -> None:
         """The fetcher is the worker's."""

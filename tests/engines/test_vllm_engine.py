@@ -270,7 +270,11 @@ def test_a_lower_version_is_refused(student: Decoder, engine: VllmEngine) -> Non
         engine.load_weights(student.named_parameters(), engine.policy_version - 1)
 
 
-def test_threads_can_still_be_set(engine: VllmEngine) -> None:
+def test_the_process_is_left_as_it_was(student: Decoder) -> None:
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(5))
+    torch.manual_seed(5)
+    make_engine(student)
+    assert torch.equal(torch.rand(1), expected)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     assert torch.get_num_threads() == before + 1

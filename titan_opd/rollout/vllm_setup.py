@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -37,8 +39,9 @@ def require_vllm(option: str) -> None:
     Raises:
         ValueError: it is not installed, or of a version that this code was not written for.
     """
+    # At the level of warnings each update says of layers without weights of their own that they got none.
     # Read when vLLM and torch's compiler are first imported; what a person has set stays.
-    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     if not torch.cuda.is_available():
         # Without: one function of the sampler is compiled at its first use, and threads are bound to cores.
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -166,6 +169,8 @@ def open_llm(**arguments: Any) -> Any:
 def _inside_this_process() -> Iterator[dict[str, Any]]:
     """What an `LLM` needs to know of its place; the process's own state is put back afterwards."""
     set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
+    random_states = random.getstate(), numpy.random.get_state()  # and it seeds all generators
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     before = {name: os.environ.get(name) for name in names}
     place: dict[str, Any] = {"distributed_executor_backend": "uni"}
@@ -175,9 +180,12 @@ def _inside_this_process() -> Iterator[dict[str, Any]]:
         os.environ.update({"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())})
         os.environ.setdefault("LOCAL_RANK", "0")
     try:
-        yield place
+        with torch.random.fork_rng(devices):
+            yield place
     finally:
         torch.set_num_threads = set_num_threads
+        random.setstate(random_states[0])
+        numpy.random.set_state(random_states[1])
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 

@@ -311,7 +311,7 @@ class VllmStream:
 
         Raises:
             ValueError: the last weight update failed; all samples stay, and go on after a complete one.
-            RuntimeError: vLLM has died.
+            RuntimeError: vLLM has died, or failed at a sample.
         """
         self._weights.check()
         answers: list[Trajectory] = []
@@ -323,8 +323,10 @@ class VllmStream:
             if self._writing.get(one.sample.number) is not one:
                 continue  # cancelled after it had ended
             del self._writing[one.sample.number]
-            if isinstance(result, BaseException):
+            if isinstance(result, ValueError):
                 raise result
+            if isinstance(result, BaseException):
+                raise RuntimeError(f"vLLM failed at sample {one.sample.number}: {result}") from result
             answers.append(result)
         return answers
 

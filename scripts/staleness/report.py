@@ -45,7 +45,7 @@ class Cell:
         return abs(self.mean) > 2 * self.error
 
     def __str__(self) -> str:
-        return f"{self.mean:.1f} ± {self.error:.1f}"
+        return f"{self.mean:.1f}" if math.isnan(self.error) else f"{self.mean:.1f} ± {self.error:.1f}"
 
 
 def cells(reported: Records, measure: str, factor: float = 1.0) -> dict[tuple[str, int], Cell]:
@@ -72,7 +72,7 @@ def verdicts(found: dict[tuple[str, int], Cell], protocol: Protocol) -> list[str
     elif all(loss.error <= protocol.flat_error for loss in losses.values()):
         flat = "**Yes**, within the error"
     else:
-        flat = "**Undecided**: the error is too large"
+        flat = "**Undecided**, the error is too large or unknown"
     lines = [f"Is the forward KL flat in staleness? {flat}: {told}, against s = 0."]
     for num_samples in SAMPLES_M:
         gains = {}
@@ -117,7 +117,7 @@ def write_report(
     chosen = ", ".join(f"{family} {rate:g}" for family, rate in rates.items())
     about = (
         f"{title} Greedy exact match on {protocol.num_test} test problems, {100 * before['exact_match']:.1f} % before "
-        f"the first step; mean over the seeds {', '.join(map(str, protocol.report_seeds))} ± its standard error. "
+        f"the first step; mean over {_seeds(protocol)}. "
         f"Learning rates by the rule: {chosen}. scripts/staleness/protocol.py is the protocol."
     )
     page = "\n\n".join(
@@ -143,6 +143,13 @@ def write_report(
     )
     (folder / "report.md").write_text(page + "\n")
     return page
+
+
+def _seeds(protocol: Protocol) -> str:
+    seeds = ", ".join(map(str, protocol.report_seeds))
+    if len(protocol.report_seeds) == 1:
+        return f"the one seed {seeds}, whose error is not known"
+    return f"the seeds {seeds} ± its standard error"
 
 
 def _mean(reported: Records, method: str, staleness: int, measure: str) -> float:

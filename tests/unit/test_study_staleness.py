@@ -101,6 +101,13 @@ def test_the_error_of_a_mean_pools_a_methods_variances():
     assert found["forward KL", 1].error == pytest.approx((100 / 2) ** 0.5)
 
 
+def test_one_seed_decides_nothing():
+    jobs = report_jobs(replace(SMOKE, report_seeds=(1,)), {"forward KL": 0.1, "policy gradient": 0.1})
+    found = cells({job: {"exact_match": 0.1 * job.staleness} for job in jobs}, "exact_match", 100)
+    assert str(found["forward KL", 2]) == "20.0"
+    assert all("Undecided" in line or "Not by these numbers" in line for line in verdicts(found, SMOKE))
+
+
 def verdicts_of(protocol=SMOKE, **means):
     """With the given means at s = 2 and 50 everywhere else, and an error of 1."""
     names = {name.replace(", m = ", ""): name for name in METHODS}

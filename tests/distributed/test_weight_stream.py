@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import tempfile
 import time
@@ -14,6 +13,7 @@ import torch
 
 from tests.distributed import weight_cases as cases
 from tests.engines.writing import make_decoder
+from tests.helpers import processes
 from tests.helpers.weights import BUCKET_BYTES, answers, engine_on, holds
 from tests.helpers.worlds import run_world
 from titan_opd.channel import Address, ChannelError, ZmqTransport
@@ -21,7 +21,7 @@ from titan_opd.weights.errors import TransferError
 from titan_opd.weights.publisher import WeightPublisher
 
 pytestmark = pytest.mark.slow  # more processes import everything
-_context = multiprocessing.get_context("spawn")
+_context = processes._context  # forked from a server that has imported everything
 
 
 @pytest.fixture

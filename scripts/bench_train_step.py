@@ -88,7 +88,7 @@ def transformers_step(
     sequence_T = torch.repeat_interleave(torch.arange(len(batch.cu_seqlens) - 1), batch.cu_seqlens.diff())
     visible_TT = (sequence_T[:, None] == sequence_T[None]).tril()
     mask = {} if packed_attention else {"attention_mask": visible_TT[None, None]}
-    optimizer = build_optimizer(model.parameters(), OPTIMIZER)
+    optimizer = build_optimizer(model, OPTIMIZER)
     scores = batch.scores
 
     def step() -> float:

@@ -129,7 +129,7 @@ class Learner:
         parallel: ParallelConfig | None = None,
     ) -> None:
         self.model = model
-        self.optimizer = build_optimizer(model.parameters(), config)
+        self.optimizer = build_optimizer(model, config)
         self.steps_taken = 0
         self._objective = objective
         self._config = config

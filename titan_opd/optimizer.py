@@ -1,4 +1,4 @@
-"""AdamW with warm-up, decay and clipping."""
+"""AdamW or Muon with warm-up, decay and clipping."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from titan_opd.config.schema import OptimizerConfig
+from titan_opd.muon import MuonWithAdamW
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, vectors (norms, biases) do not."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Fused AdamW, or Muon for the matrices within layers; matrices decay, vectors (norms, biases) do not."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = {name: parameter for name, parameter in trained.items() if parameter.ndim >= 2}
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": list(matrices.values()), "weight_decay": config.weight_decay},
+        {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+    options = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "fused": True}
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **options)
+    # Muon's authors leave the vocabulary's matrices to AdamW: their rows belong to single tokens.
+    is_layer = {name: not name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in matrices}
+    muon = {"muon": True, "momentum": config.momentum, "weight_decay": config.weight_decay}
+    groups[0]["params"] = [parameter for name, parameter in matrices.items() if not is_layer[name]]
+    groups.append(muon | {"params": [parameter for name, parameter in matrices.items() if is_layer[name]]})
+    return MuonWithAdamW(groups, dtype=getattr(torch, config.muon_dtype), **options)
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:

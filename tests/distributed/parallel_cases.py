@@ -5,7 +5,8 @@ Imported by spawned processes; models and answers are made from seeds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.cases import OPTIMIZER, first_gradients, make_batches, uneven_trajectories
+from tests.distributed.cases import OPTIMIZER, first_gradients, make_batches, make_scorer, uneven_trajectories
 from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
+from tests.helpers.communication import CountCommunication
+from titan_opd.checkpoint import checkpoint_steps, load_trainer, save_checkpoint
 from titan_opd.config import Objective
 from titan_opd.config.schema import OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_opd.data import load_tokenizer, pack
 from titan_opd.learner import DistillationModel, Learner
 from titan_opd.models import Decoder, DecoderConfig
-from titan_opd.parallel import World, init_shards, load_shards, materialize, open_world, parallelize
+from titan_opd.parallel import World, begin_micro_batch, init_shards, load_shards, materialize, open_world, parallelize
 from titan_opd.weights import named_weights
 
 NUM_STEPS = 5
@@ -59,10 +63,9 @@ LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
 }
 
 
-def make_student(name: str) -> Decoder:
+def make_student(name: str, **shape: int) -> Decoder:
     """A random decoder whose norms and biases are drawn, too."""
-    shape = STUDENTS[name]
-    decoder = make_decoder("llama", seed=0, vocab_size=VOCAB_ROWS, **shape)
+    decoder = make_decoder("llama", seed=0, **{"vocab_size": VOCAB_ROWS} | STUDENTS[name] | shape)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter_name, parameter in decoder.named_parameters():
@@ -102,18 +105,21 @@ def train(
     }
 
 
-def train_layouts(layouts: Sequence[str] | None = None) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Every student with every objective in every layout of the world that there is."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    results = {}
-    for layout, parallel in LAYOUTS.get(size, {"alone": ParallelConfig()}).items():
-        if layouts is not None and layout not in layouts:
-            continue
-        with open_world(parallel) as world:
-            for student in STUDENTS:
-                for kind, objective in OBJECTIVES.items():
-                    results[layout, student, kind] = train(student, objective, world, parallel)
-    return results
+ALL_CASES = list(itertools.product(STUDENTS, OBJECTIVES))
+
+
+def cases_of(layout: str) -> list[tuple[str, str]]:
+    """Which students train with which objectives: all with all where everything meets, else each student once."""
+    if layout == "fsdp x tp, sequence":
+        return ALL_CASES
+    turn = len(layout)  # another objective for each student, and in another layout others
+    kinds = list(OBJECTIVES)
+    return [(student, kinds[(turn + number) % len(kinds)]) for number, student in enumerate(STUDENTS)]
+
+
+def layouts_here() -> dict[str, ParallelConfig]:
+    """The layouts of the world that there is."""
+    return LAYOUTS[dist.get_world_size()] if dist.is_initialized() else {"alone": ParallelConfig()}
 
 
 # ---- Loading -------------------------------------------------------------------------------------------------------
@@ -149,7 +155,7 @@ def _address(tensor: torch.Tensor) -> int:
 def load_layouts(folder: Path) -> dict[str, dict[str, Any]]:
     """For every layout of this world: what was allocated while a model was built and loaded, and its whole weights."""
     results = {}
-    for layout, parallel in (LAYOUTS[dist.get_world_size()] if dist.is_initialized() else {}).items():
+    for layout, parallel in layouts_here().items():
         with open_world(parallel) as world:
             for student in STUDENTS:
                 config = DecoderConfig.from_directory(folder / student)
@@ -161,7 +167,7 @@ def load_layouts(folder: Path) -> dict[str, dict[str, Any]]:
                     before = count.num_bytes
                     materialize(model, torch.device("cpu"))
                     load_shards(decoder, folder / student)
-                loaded = dict(named_weights(decoder))
+                loaded = {name: weight.clone() for name, weight in named_weights(decoder)}
                 init_shards(decoder, torch.Generator().manual_seed(3))
                 results[layout, student] = {
                     "on meta": before,
@@ -170,4 +176,93 @@ def load_layouts(folder: Path) -> dict[str, dict[str, Any]]:
                     "loaded": loaded,
                     "drawn": dict(named_weights(decoder)),
                 }
+    return results
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+
+CHAIN = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 1))  # a run that goes on, step by step, on other meshes of dp x tp
+CHECKPOINTED = "qwen3"
+SMOOTH = OptimizerConfig(learning_rate=3e-3, eps=1e-3, weight_decay=0.1, decay="constant")
+OPTIMIZERS = {"adamw": SMOOTH, "muon": replace(SMOOTH, name="muon", muon_dtype="float32")}
+
+
+def go_on(folder: Path, mesh: tuple[int, int], place: int) -> dict[str, dict[str, Any]]:
+    """One step of each optimizer's run in `folder` on `mesh`, from the checkpoint of the step before to the next."""
+    parallel = ParallelConfig(dp_shard=mesh[0], tp=mesh[1])
+    with open_world(parallel) as world:
+        return {name: _go_on(folder / name, place, world, parallel, OPTIMIZERS[name]) for name in OPTIMIZERS}
+
+
+def _go_on(
+    folder: Path, place: int, world: World, parallel: ParallelConfig, optimizer: OptimizerConfig
+) -> dict[str, Any]:
+    model = make_model(CHECKPOINTED, world.mesh, parallel)
+    objective = OBJECTIVES["forward_kl"]
+    learner = Learner(model, objective, optimizer, num_steps=NUM_STEPS, seed=0, world=world, parallel=parallel)
+    loaded = {}
+    if place > 0:
+        checkpoint = checkpoint_steps(folder)[place]
+        load_shards(model.decoder, checkpoint)
+        load_trainer(checkpoint, model=model, optimizer=learner.optimizer)
+        loaded = {name: weight.clone() for name, weight in named_weights(model.decoder)}
+    metrics = learner.step(make_batches(uneven_trajectories(place)[:8], objective, world), current_version=place)
+    save_checkpoint(
+        folder,
+        place + 1,
+        student=model.decoder,
+        tokenizer=load_tokenizer("arithmetic"),
+        model=model,
+        optimizer=learner.optimizer,
+        state={},
+        samples=[],
+        keep=len(CHAIN),
+        world=world,
+    )
+    return {"loaded": loaded, "loss": metrics["loss"], "weights": dict(named_weights(model.decoder))}
+
+
+# ---- Communication ---------------------------------------------------------------------------------------------------
+
+NUM_MICRO_BATCHES = 3
+NUM_GROUPS = 3  # of parameters that FSDP gathers together: a layer, the last layer with the norm, the vocabulary
+
+
+def count_communication(student: str, world: World, parallel: ParallelConfig) -> dict[str, dict[str, int]]:
+    """Calls and bytes of the forward and backward passes of a step with `NUM_MICRO_BATCHES` micro-batches."""
+    model = make_model(student, world.mesh, parallel)
+    objective = OBJECTIVES["forward_kl"]
+    (batch,) = pack(make_scorer(objective).score(world.share(uneven_trajectories(0)[:8])), 1000)
+    with CountCommunication() as count:
+        for number in range(1, NUM_MICRO_BATCHES + 1):
+            begin_micro_batch(model, parallel, is_last=number == NUM_MICRO_BATCHES)
+            model(batch, objective, num_tokens=10, current_version=0).loss.backward()
+    return {"calls": dict(count.calls), "bytes": dict(count.num_bytes)}
+
+
+# ---- Activation checkpointing ----------------------------------------------------------------------------------------
+
+RECOMPUTING = ("none", "full", "selective")
+
+
+def train_recomputing(student: str, world: World, parallel: ParallelConfig) -> dict[str, dict[str, Any]]:
+    """The same training, however much of it is computed again."""
+    objective = OBJECTIVES["forward_kl"]
+    modes = {mode: replace(TRAINING, recompute_activations=mode) for mode in RECOMPUTING}
+    return {mode: train(student, objective, world, parallel, training) for mode, training in modes.items()}
+
+
+# ---- All of it -------------------------------------------------------------------------------------------------------
+
+
+def run_everything(folder: Path) -> dict[str, Any]:
+    """Every check of the world that there is."""
+    results: dict[str, Any] = {"trained": {}, "communication": {}, "recomputed": {}, "loaded": load_layouts(folder)}
+    for layout, parallel in layouts_here().items():
+        with open_world(parallel) as world:
+            for student, kind in cases_of(layout) if dist.get_world_size() > 1 else ALL_CASES:
+                results["trained"][layout, student, kind] = train(student, OBJECTIVES[kind], world, parallel)
+            results["communication"][layout] = count_communication("qwen3", world, parallel)
+            if layout in ("fsdp", "tp, sequence"):
+                results["recomputed"][layout] = train_recomputing("qwen3", world, parallel)
     return results

@@ -1,5 +1,6 @@
 """Learning-rate schedule, weight decay's groups, clipping."""
 
+import copy
 import itertools
 
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.helpers.arithmetic import make_decoder
 from titan_opd.config.schema import OptimizerConfig
+from titan_opd.muon import orthogonalize
 from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
 
 
@@ -44,7 +47,7 @@ def test_the_rate_stays_between_zero_and_its_peak_and_never_rises_after_warm_up(
 def test_only_matrices_decay_and_frozen_parameters_are_left_out():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     model[0].bias.requires_grad_(False)
-    optimizer = build_optimizer(model.parameters(), OptimizerConfig(weight_decay=0.1))
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.1))
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {id(model[0].weight): 0.1, id(model[1].weight): 0.0, id(model[1].bias): 0.0}
 
@@ -56,3 +59,47 @@ def test_clipping_bounds_the_global_norm_and_zero_leaves_it(max_norm, expected):
     assert clip_gradients(parameters, max_norm).item() == pytest.approx(5.0)
     norm = torch.stack([parameter.grad for parameter in parameters]).norm()
     assert norm.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_orthogonalized_matrices_have_singular_values_near_one():
+    for shape in ((8, 8), (5, 12), (12, 5)):
+        singular_values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, dtype=torch.float64)))
+        assert singular_values.min() > 0.3, shape
+        assert singular_values.max() < 1.3, shape
+
+
+def test_orthogonalization_keeps_the_singular_vectors():
+    matrix = torch.randn(6, 9, dtype=torch.float64)
+    u, _, v_T = torch.linalg.svd(matrix, full_matrices=False)
+    core = u.T @ orthogonalize(matrix) @ v_T.T
+    torch.testing.assert_close(core, core.diagonal().diag(), atol=1e-12, rtol=0)
+
+
+def test_muon_updates_matrices_within_layers_as_torch_s_and_the_rest_as_adamw():
+    config = OptimizerConfig(
+        name="muon", learning_rate=0.01, weight_decay=0.1, momentum=0.9, muon_dtype="float32", betas=(0.9, 0.95)
+    )
+    ours = make_decoder("qwen3", seed=0)
+    theirs = copy.deepcopy(ours)
+    optimizer = build_optimizer(ours, config)
+    vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
+    parameters = dict(theirs.named_parameters())
+    inner = [value for name, value in parameters.items() if value.ndim == 2 and name not in vocabulary]
+    norms = [value for value in parameters.values() if value.ndim == 1]
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": config.eps}
+    references = [
+        torch.optim.Muon(inner, lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([parameters[name] for name in vocabulary], weight_decay=0.1, **options),
+        torch.optim.AdamW(norms, weight_decay=0.0, **options),
+    ]
+    for _ in range(3):
+        for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            own.grad = torch.randn_like(own)
+            other.grad = own.grad.clone()
+        optimizer.step()
+        for reference in references:
+            reference.step()
+    for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        # PyTorch's has the momentum of an average and takes its products in bfloat16.
+        atol = 1e-6 if own.ndim == 1 or name in vocabulary else 3 * 0.01 * 0.2 * own.shape[-1] ** 0.5 * 0.05
+        torch.testing.assert_close(own, other, atol=atol, rtol=0, msg=lambda text, n=name: f"{n}: {text}")

@@ -476,11 +476,18 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up and decay."""
+    """AdamW or Muon with warm-up and decay."""
 
+    name: str = option(
+        "adamw",
+        "'adamw', fused; 'muon': orthogonalised momentum for the matrices within layers, AdamW for the rest",
+        choices=("adamw", "muon"),
+    )
     learning_rate: float = option(1e-4, "peak learning rate", minimum=0)
     betas: tuple[float, float] = option((0.9, 0.95), "decay of the first and second moments", minimum=0, maximum=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    momentum: float = option(0.95, "of 'muon'", minimum=0, maximum=1)
+    muon_dtype: str = option("bfloat16", "of the products by which 'muon' orthogonalises", choices=DTYPES)
     weight_decay: float = option(0.0, "decoupled decay of the matrices; norms and biases have none", minimum=0)
     max_grad_norm: float = option(1.0, "the gradient's global 2-norm is clipped to this; 0 does not clip", minimum=0)
     warmup_steps: int = option(0, "optimizer steps of linear warm-up from 0", minimum=0)
@@ -489,6 +496,14 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "optimizer")
+        plain = OptimizerConfig.__dataclass_fields__
+        for option_name in ("momentum", "muon_dtype"):
+            value = getattr(self, option_name)
+            if self.name != "muon" and value != plain[option_name].default:
+                raise ValueError(
+                    f"optimizer.{option_name} = {value!r} has no effect with optimizer.name = {self.name!r}; leave it "
+                    "out, or set the name to 'muon'"
+                )
 
 
 @dataclass(frozen=True)
@@ -548,7 +563,7 @@ class Config:
     weights: WeightsConfig = option(WeightsConfig, "how new weights get into the engines")
     journal: JournalConfig = option(JournalConfig, "which samples each step trained")
     parallel: ParallelConfig = option(ParallelConfig, "how the trainer's processes share the student")
-    optimizer: OptimizerConfig = option(OptimizerConfig, "AdamW with warm-up and decay")
+    optimizer: OptimizerConfig = option(OptimizerConfig, "AdamW or Muon with warm-up and decay")
     evaluation: EvaluationConfig = option(EvaluationConfig, "held-out prompts, answered and graded")
     checkpoint: CheckpointConfig = option(CheckpointConfig, "weights on disk")
     observe: ObserveConfig = option(ObserveConfig, "what a person sees")

@@ -90,7 +90,7 @@ def made_again(tensor: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
         make: computes the same values from tensors that are kept anyway; called without autograd, once for all the
             operations that kept `tensor`.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler decides this by itself
+    if not torch.is_grad_enabled():
         yield
         return
     recipe = _Recipe(make)

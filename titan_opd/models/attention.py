@@ -64,6 +64,7 @@ class PackedAttention:
         self.max_seqlen = max_seqlen
         self._lengths: list[int] | None = None
 
+    @torch.compiler.disable  # sequences' lengths are numbers of the program here: a graph for each would be compiled
     def __call__(self, layer: int, query_TND: Tensor, key_TMD: Tensor, value_TMD: Tensor) -> Tensor:
         backend = attention_backend(query_TND.device, query_TND.dtype)
         if backend == "flash_attn":

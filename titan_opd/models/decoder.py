@@ -77,8 +77,9 @@ class DecoderLayer(nn.Module):
         return self._compute(*inputs)
 
     def _compute(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
-        # Where the layer is computed again for the backward pass, recipes would hold tensors that it lets go.
-        keep = self.checkpoint is not None
+        # Where the layer is computed again for the backward pass, recipes would hold tensors that it lets go; and a
+        # compiler decides by itself what it computes again.
+        keep = self.checkpoint is not None or torch.compiler.is_compiling()
         normed_TH = self.input_layernorm(x_TH)
         with nullcontext() if keep else made_again(normed_TH, lambda: self.input_layernorm(x_TH)):
             attended_TH = x_TH + self.self_attn(normed_TH, cos_T1F, sin_T1F, attention)

@@ -1,7 +1,7 @@
 """The trainer's processes and how the student is spread over them."""
 
 from titan_opd.parallel.fsdp import begin_micro_batch, reshard, whole_tensor
-from titan_opd.parallel.materialize import init_shards, load_shards, materialize
+from titan_opd.parallel.materialize import init_shards, load_shards, materialize, own_part
 from titan_opd.parallel.memory import return_freed_memory
 from titan_opd.parallel.parallelize import parallelize
 from titan_opd.parallel.tensor_parallel import own_rows
@@ -14,6 +14,7 @@ __all__ = [
     "load_shards",
     "materialize",
     "open_world",
+    "own_part",
     "own_rows",
     "parallelize",
     "reshard",

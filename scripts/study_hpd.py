@@ -21,7 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads
 from bench_gather_stats import cpu_model
 from hpd.protocol import SMOKE, TEACHER_ANSWERS, Protocol, report_jobs, selection_jobs
 from hpd.report import choose_rates, write_report
-from hpd.runs import Study, measure, prepare, read_rows, run_jobs
+from hpd.runs import Study, measure, prepare, run_jobs
+from study_jobs import read_rows
 
 from titan_opd import __version__
 from titan_opd.checkpoint import model_folder

@@ -8,13 +8,14 @@ import json
 import shutil
 import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import study_jobs
 import torch
+from study_jobs import claim_folder, read_rows
 
 from titan_opd.checkpoint import checkpoint_steps
 from titan_opd.config import SamplingConfig, load_config
@@ -69,15 +70,10 @@ def prepare(study: Study) -> None:
     Raises:
         ValueError: the folder holds a study of other models or another protocol.
     """
-    study.output.mkdir(parents=True, exist_ok=True)
-    settings = {"teacher": str(study.teacher), "student": str(study.student), "protocol": asdict(study.protocol)}
-    settings = json.loads(json.dumps(settings))
-    file = study.output / "study.json"
-    if file.exists() and json.loads(file.read_text()) != settings:
-        raise ValueError(
-            f"{file} belongs to other models or another protocol; name another --output, or delete that folder"
-        )
-    file.write_text(json.dumps(settings, indent=1) + "\n")
+    claim_folder(
+        study.output,
+        {"teacher": str(study.teacher), "student": str(study.student), "protocol": asdict(study.protocol)},
+    )
     if not (study.output / TEACHER_ANSWERS).exists():
         problems = study.problems
         options = ["--teacher.path", study.teacher, "--data.task", "arithmetic", "--data.train", ""]
@@ -92,30 +88,17 @@ def prepare(study: Study) -> None:
     (study.output / DATA_ANSWERS).write_text("".join(lines))
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none when there is no file. Half a last line is left out."""
-    complete = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [json.loads(line) for line in complete.splitlines()]
-
-
 def run_jobs(study: Study, jobs: Iterable[Job], processes: int) -> dict[Job, dict[str, Any]]:
     """The records of all jobs, from `RESULTS` or, where they are not there yet, from runs that are added to it."""
-    file = study.output / RESULTS
-    records = {Job(row["method"], row["learning_rate"], row["seed"]): row for row in read_rows(file)}
     wanted = list(jobs)
-    waiting = [job for job in wanted if job not in records]
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = {pool.submit(run_job, study, job): job for job in waiting}
-        for done, future in enumerate(as_completed(futures), start=1):
-            job, record = futures[future], future.result()
-            records[job] = record
-            with file.open("a") as lines:
-                lines.write(json.dumps(record) + "\n")
-            print(
-                f"{done}/{len(waiting)}  {job.name}: exact match {record['curve'][-1]['exact_match']:.1%}, "
-                f"{record['seconds']:.0f} s",
-                flush=True,
-            )
+    records = study_jobs.run_jobs(
+        study.output / RESULTS,
+        wanted,
+        processes,
+        run=partial(run_job, study),
+        job_of=lambda row: Job(row["method"], row["learning_rate"], row["seed"]),
+        tell=lambda job, row: f"{job.name}: exact match {row['curve'][-1]['exact_match']:.1%}, {row['seconds']:.0f} s",
+    )
     return {job: records[job] for job in wanted}
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-from hpd.runs import read_rows
+import study_jobs
+from study_jobs import claim_folder
 from torch import Tensor
 
 from titan_opd.assemble import Parts, assemble, build_engine
@@ -80,38 +78,31 @@ def prepare(study: Study) -> None:
     Raises:
         ValueError: the folder holds a study of other models or another protocol.
     """
-    study.output.mkdir(parents=True, exist_ok=True)
-    settings = {"teacher": str(study.teacher), "student": str(study.student), "protocol": asdict(study.protocol)}
-    settings = json.loads(json.dumps(settings))
-    file = study.output / "study.json"
-    if file.exists() and json.loads(file.read_text()) != settings:
-        raise ValueError(
-            f"{file} belongs to other models or another protocol; name another --output, or delete that folder"
-        )
-    file.write_text(json.dumps(settings, indent=1) + "\n")
+    claim_folder(
+        study.output,
+        {"teacher": str(study.teacher), "student": str(study.student), "protocol": asdict(study.protocol)},
+    )
 
 
 def run_jobs(study: Study, jobs: Iterable[Job], processes: int) -> dict[Job, dict[str, Any]]:
     """The records of all jobs, from `RESULTS` or, where they are not there yet, from runs that are added to it."""
-    file = study.output / RESULTS
-    rows = read_rows(file)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))  # without half a line of a run that was killed
-    records = {_job(row): row for row in rows}
     wanted = list(jobs)
-    waiting = [job for job in dict.fromkeys(job.runs_as for job in wanted) if job not in records]
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = {pool.submit(run_job, study, job): job for job in waiting}
-        for done, future in enumerate(as_completed(futures), start=1):
-            job, record = futures[future], future.result()
-            records[job] = record
-            with file.open("a") as lines:
-                lines.write(json.dumps(record) + "\n")
-            print(
-                f"{done}/{len(waiting)}  {job.method}, s = {job.staleness}, rate {job.learning_rate:g}, seed "
-                f"{job.seed}: exact match {record['exact_match']:.1%}, {record['seconds']:.0f} s",
-                flush=True,
-            )
+    records = study_jobs.run_jobs(
+        study.output / RESULTS,
+        [job.runs_as for job in wanted],
+        processes,
+        run=partial(run_job, study),
+        job_of=_job,
+        tell=_told,
+    )
     return {job: records[job.runs_as] for job in wanted}
+
+
+def _told(job: Job, record: dict[str, Any]) -> str:
+    return (
+        f"{job.method}, s = {job.staleness}, rate {job.learning_rate:g}, seed {job.seed}: exact match "
+        f"{record['exact_match']:.1%}, {record['seconds']:.0f} s"
+    )
 
 
 def _job(record: dict[str, Any]) -> Job:

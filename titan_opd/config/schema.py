@@ -413,7 +413,7 @@ class TrainingConfig:
     recompute_activations: str = option(
         "none",
         "what the backward pass computes again instead of keeping it: 'full': all of a layer but its input (least "
-        "memory, a third more computation); 'selective': all but products, attention and collectives",
+        "memory, a third more computation); 'selective': all but attention and what crosses processes",
         choices=("none", "full", "selective"),
     )
     compile: bool = option(False, "compile each layer with torch.compile: slow first steps, fewer kernels after them")

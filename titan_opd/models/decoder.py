@@ -73,10 +73,10 @@ class DecoderLayer(nn.Module):
     def forward(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
         inputs = (x_TH, cos_T1F, sin_T1F, attention)
         if self.checkpoint is not None and torch.is_grad_enabled():
-            return self.checkpoint(self._compute, *inputs)
-        return self._compute(*inputs)
+            return self.checkpoint(self.compute, *inputs)
+        return self.compute(*inputs)
 
-    def _compute(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
+    def compute(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
         # Where the layer is computed again for the backward pass, recipes would hold tensors that it lets go; and a
         # compiler decides by itself what it computes again.
         keep = self.checkpoint is not None or torch.compiler.is_compiling()

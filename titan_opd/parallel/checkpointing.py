@@ -11,11 +11,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_opd.models import Decoder
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
-# What costs time to compute again: products, attention, and what crosses processes. The rest is elementwise.
-EXPENSIVE = frozenset(
+# Attention, whose cost grows with the square of the length while its result does not, and what crosses processes.
+# Products are computed again: their results are most of what a layer would keep.
+KEPT = frozenset(
     {
-        _aten.mm.default,
-        _aten.addmm.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
@@ -33,20 +32,19 @@ def apply_activation_checkpointing(decoder: Decoder, mode: str) -> None:
 
     Args:
         decoder: changed in place.
-        mode: "none"; "full": only each layer's input is kept; "selective": the results of `EXPENSIVE` operations and
-            of the attention kernels of other packages, too.
+        mode: "none"; "full": only each layer's input is kept; "selective": the results of `KEPT` operations, too, and
+            of the attention kernels of other packages.
     """
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # a layer draws nothing
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in decoder.model.layers:
         layer.checkpoint = functools.partial(checkpoint, **options)
 
 
-def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = operation.namespace if hasattr(operation, "namespace") else ""
-    if operation in EXPENSIVE or name in ("flash_attn", "torch_attn"):
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in KEPT or getattr(operation, "namespace", "") in ("flash_attn", "torch_attn"):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

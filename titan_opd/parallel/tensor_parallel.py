@@ -13,6 +13,8 @@ Shape suffixes: T packed tokens, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+import logging
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +38,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         ValueError: heads or feed-forward units cannot be shared equally.
     """
     check_divisible(decoder.config, mesh.size())
+    # It warns that a matrix cut along one dimension by both tp and FSDP is gathered in two steps, as it must be.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     styles = plan(decoder.config, sequence_parallel=sequence_parallel)
     parallelize_module(decoder, mesh, styles, src_data_rank=None)  # nothing is sent: each rank cuts its own copy
 

@@ -1,0 +1,57 @@
+"""Compiled layers train as the others do, whatever the lengths of a batch: only the rounding of fused sums differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.distributed.cases import make_batches, uneven_trajectories
+from tests.distributed.parallel_cases import OBJECTIVES, TRAINING, make_student
+from tests.helpers.arithmetic import VOCAB_SIZE
+from titan_opd.learner import DistillationModel
+from titan_opd.parallel import open_world, parallelize
+
+pytestmark = pytest.mark.slow  # compiling takes most of a minute
+
+
+@pytest.fixture(scope="module", params=["none", "full"])
+def found(request):
+    """Losses and gradients of batches of several lengths, plain and compiled, and the compiler's graphs after each."""
+    objective = OBJECTIVES["forward_kl"]
+    with open_world() as world:
+        batches = [
+            batch for seed in range(3) for batch in make_batches(uneven_trajectories(seed)[:8], objective, world)
+        ]
+        results = {}
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            decoder = make_student("qwen3")
+            model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=1)
+            training = replace(TRAINING, compile=compiled, recompute_activations=request.param)
+            parallelize(model, decoder, world.mesh, training)
+            results[compiled] = []
+            for batch in batches:
+                loss = model(batch, objective, num_tokens=10, current_version=0).loss
+                loss.backward()
+                gradients = {name: value.grad.to_local().clone() for name, value in decoder.named_parameters()}
+                graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                results[compiled].append((len(batch.input_ids), loss.item(), gradients, graphs))
+                model.zero_grad()
+    return results
+
+
+def test_losses_and_gradients_are_those_of_plain_layers(found):
+    for (_, loss, gradients, _), (_, expected, expected_gradients, _) in zip(found[True], found[False], strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-5, rtol=1e-5)
+
+
+def test_other_lengths_compile_nothing_anew(found):
+    lengths, graphs = ([one[i] for one in found[True]] for i in (0, 3))
+    assert len(set(lengths)) > 3
+    assert 0 < graphs[0] == graphs[-1]
+    assert found[False][-1][3] == 0

@@ -67,6 +67,7 @@ FREE_OPTIONS = (
         "channel.",
         "weights.",
         "journal.",
+        "parallel.",
     ),
     *(
         f"{role}.{name}"

@@ -48,8 +48,8 @@ def parallelize(
     # 2. Activation checkpointing around what a layer computes, the collectives of 1 included and those of 4 not: a
     #    layer's parameters are gathered once for its second computation and its backward pass.
     apply_activation_checkpointing(decoder, training.recompute_activations)
-    # 3. Compiled layer by layer: one graph serves all of them, and the hooks of 2 and 4 stay outside. (A compiled layer
-    #    with 2 inside would silently be no compiled layer: attention interrupts the graph, and 2 cannot be interrupted.)
+    # 3. Compiled layer by layer: one graph serves all of them, and the hooks of 2 and 4 stay outside. (A layer
+    #    compiled with 2 inside would silently not be compiled: attention interrupts its graph, and 2 allows no break.)
     if training.compile:
         for layer in decoder.model.layers:
             layer.compute = torch.compile(layer.compute, dynamic=True)

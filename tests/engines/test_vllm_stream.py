@@ -13,7 +13,7 @@ import torch
 
 from tests.engines.writing import VOCAB_SIZE, make_samples
 from tests.helpers.vllm import CPU, make_student, needs_vllm, recomputed_logprobs, rollout_config
-from titan_opd.config.schema import SamplingConfig
+from titan_opd.config.schema import RolloutConfig, RolloutVllmConfig, SamplingConfig
 from titan_opd.data.records import Trajectory
 from titan_opd.models import Decoder
 from titan_opd.rollout import NativeEngine, Recording
@@ -24,11 +24,13 @@ LONG = SamplingConfig(max_new_tokens=100)
 SHORT = SamplingConfig(temperature=0.7, max_new_tokens=12)
 
 
-def make_stream(decoder: Decoder, *, recompute_kv: bool = True, draws: bool = True) -> VllmStream:
+def make_stream(
+    decoder: Decoder, *, recompute_kv: bool = True, draws: bool = True, config: RolloutConfig | None = None
+) -> VllmStream:
     """Nothing ends an answer but its length, so that there is time for an update."""
     return VllmStream(
         decoder.config,
-        config=rollout_config(),
+        config=config or rollout_config(),
         stop_ids=[],
         vocab_size=VOCAB_SIZE,
         max_prompt_tokens=16,
@@ -239,5 +241,23 @@ def test_its_death_is_an_error_of_step(student: Decoder) -> None:
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"(?i)engine"):
             finish(stream)
+    finally:
+        stream.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_two_workers_share_one_engine(student: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallelism; the vocabulary of 101 tokens does not divide."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM asks for it on a CPU
+    options = RolloutVllmConfig(kv_cache_mb=64, tensor_parallel_size=2)
+    stream = make_stream(student, config=rollout_config(vllm=options))
+    try:
+        for version, model in enumerate((student, make_student("llama, tied", seed=1))):
+            stream.load_weights(model.named_parameters(), version)
+            for recording in (Recording(top_k=3), Recording(num_samples=3)):
+                answers = stream.generate(make_samples(6), SHORT, recording)
+                for answer, expected in zip(answers, recomputed_logprobs(model, answers, temperature=0.7), strict=True):
+                    torch.testing.assert_close(answer.behavior_logprobs, expected, atol=1e-4, rtol=0)
     finally:
         stream.close()

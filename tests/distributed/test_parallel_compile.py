@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.cases import make_batches, uneven_trajectories
-from tests.distributed.parallel_cases import OBJECTIVES, TRAINING, make_student
+from tests.distributed.cases import first_gradients, make_batches, uneven_trajectories
+from tests.distributed.parallel_cases import LAYOUTS, OBJECTIVES, TRAINING, make_model, make_student
 from tests.helpers.arithmetic import VOCAB_SIZE
+from tests.helpers.worlds import run_world
 from titan_opd.learner import DistillationModel
 from titan_opd.parallel import open_world, parallelize
 
@@ -55,3 +56,22 @@ def test_other_lengths_compile_nothing_anew(found):
     assert len(set(lengths)) > 3
     assert 0 < graphs[0] == graphs[-1]
     assert found[False][-1][3] == 0
+
+
+def compile_split() -> dict[bool, dict[str, torch.Tensor]]:
+    """Gradients of plain and of compiled layers that two processes share."""
+    objective, parallel = OBJECTIVES["forward_kl"], LAYOUTS[2]["tp, sequence"]
+    gradients = {}
+    with open_world(parallel) as world:
+        batches = make_batches(uneven_trajectories(0)[:8], objective, world)
+        for compiled in (False, True):
+            model = make_model("qwen3", world.mesh, parallel, replace(TRAINING, compile=compiled))
+            gradients[compiled] = first_gradients(model, objective, batches, world)
+    return gradients
+
+
+def test_gradients_of_split_layers_are_those_of_plain_ones(tmp_path):
+    for gradients in run_world(compile_split, size=2, folder=tmp_path):
+        for name, expected in gradients[False].items():
+            torch.testing.assert_close(gradients[True][name], expected, atol=1e-5, rtol=1e-5)
+            assert expected.abs().max() > 1e-4, name

@@ -42,6 +42,9 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     styles = plan(decoder.config, sequence_parallel=sequence_parallel)
     parallelize_module(decoder, mesh, styles, src_data_rank=None)  # nothing is sent: each rank cuts its own copy
+    # The embedding's sum is still under way when it is returned, and no gradient comes back to it from a compiled layer
+    # that reads it so (torch 2.13). Its copy is a plain tensor.
+    decoder.model.embed_tokens.register_forward_hook(lambda _module, _inputs, output: output.clone())
 
 
 def check_divisible(config: DecoderConfig, tp: int) -> None:

@@ -1,6 +1,6 @@
 """Measures vLLM against the native rollout engine, on the same weights and prompts, in one process.
 
-    .venv-vllm/bin/python scripts/bench_vllm.py [--rounds 3] [--threads 1]      (scripts/setup_vllm.sh makes it)
+    .venv-vllm/bin/python scripts/bench_vllm.py [--rounds 3] [--threads 1]      (scripts/setup_vllm_cpu.sh makes it)
 
 Prints its definition, the machine, and a table in Markdown. Greedy answers of the two are compared first.
 """

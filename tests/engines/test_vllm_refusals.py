@@ -61,5 +61,5 @@ def test_what_does_not_fit_the_trainers_process(options: dict, complaint: str) -
 @pytest.mark.skipif(has_vllm, reason="vLLM is here; this is about what is said where it is not")
 @pytest.mark.parametrize("kind", [VllmEngine, VllmStream])
 def test_a_missing_vllm_is_told_with_the_way_to_it(kind: type) -> None:
-    with pytest.raises(ValueError, match=r"rollout.engine = 'vllm' needs vllm 0.32.*scripts/setup_vllm.sh"):
+    with pytest.raises(ValueError, match=r"rollout.engine = 'vllm' needs vllm 0.32.*scripts/setup_vllm_cpu.sh"):
         open_engine(kind, make_student("qwen3", seed=0), rollout_config())

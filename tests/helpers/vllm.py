@@ -1,4 +1,4 @@
-"""For tests with the real vLLM, which lives in an environment of its own (scripts/setup_vllm.sh).
+"""For tests with the real vLLM, which lives in an environment of its own (scripts/setup_vllm_cpu.sh).
 
 .venv-vllm/bin/python -m pytest tests/engines/test_vllm_*.py
 """
@@ -20,7 +20,7 @@ needs_vllm = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,
-        reason="needs vLLM: scripts/setup_vllm.sh, then .venv-vllm/bin/python -m pytest tests/engines/test_vllm_*.py",
+        reason="needs vLLM: scripts/setup_vllm_cpu.sh, .venv-vllm/bin/python -m pytest tests/engines/test_vllm_*.py",
     ),
 ]
 NUM_ROWS = 112  # of the embedding, above the 101 tokens

@@ -131,7 +131,8 @@ class TeacherConfig:
 
     engine: str = option(
         "native",
-        "how the teacher runs: in this package, in vLLM (an extra, scripts/setup_vllm.sh), or 'none' for cross-entropy",
+        "how the teacher runs: in this package, in vLLM (an extra, scripts/setup_vllm_cpu.sh), or 'none' for "
+        "cross-entropy",
         choices=("native", "vllm", "none"),
     )
     path: str = option(
@@ -192,9 +193,9 @@ class RolloutConfig:
 
     engine: str = option(
         "native",
-        "'native': the student writes, in this package; 'vllm': it writes in vLLM (an extra, scripts/setup_vllm.sh); "
-        "'answers': the data's own expert responses are used (and read by the student where the objective compares its "
-        "samples or its most likely tokens)",
+        "'native': the student writes, in this package; 'vllm': it writes in vLLM (an extra, "
+        "scripts/setup_vllm_cpu.sh); 'answers': the data's own expert responses are used (and read by the student where "
+        "the objective compares its samples or its most likely tokens)",
         choices=("native", "vllm", "answers"),
     )
     dtype: str = option("float32", "of the engine's copy of the weights and its products", choices=DTYPES)
@@ -374,8 +375,8 @@ class WeightsConfig:
     )
     verify: str = option(
         "both",
-        "after every update: 'digest': the engine's stored bytes against the trainer's; 'probe': log-probabilities of a "
-        "fixed text in both; 'both'; 'none': names, shapes and types only, which are always checked",
+        "after every update: 'digest': the engine's stored bytes against the trainer's; 'probe': log-probabilities of "
+        "a fixed text in both; 'both'; 'none': names, shapes and types only, which are always checked",
         choices=("digest", "probe", "both", "none"),
     )
     bucket_mb: float = option(64.0, "weights are gathered and sent in buckets of this size, MiB", above=0)

@@ -1,6 +1,6 @@
 """Finding vLLM, and starting it with a model that gets its weights from a trainer.
 
-vLLM is an extra (scripts/setup_vllm.sh): nothing of it is imported before an engine of it is asked for.
+vLLM is an extra (scripts/setup_vllm_cpu.sh): nothing of it is imported before an engine of it is asked for.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def require_vllm(option: str) -> None:
     if found is None or not found.startswith(VERSIONS):
         raise ValueError(
             f"{option} = 'vllm' needs vllm 0.32, and this interpreter has {found or 'none'}: run "
-            "scripts/setup_vllm.sh and name its interpreter to the workers (rollout.python or teacher.python = "
+            "scripts/setup_vllm_cpu.sh and name its interpreter to the workers (rollout.python or teacher.python = "
             "'.venv-vllm/bin/python'), or pip install 'titan_opd[vllm]' beside torch 2.13"
         )
 

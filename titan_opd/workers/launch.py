@@ -158,7 +158,7 @@ def _interpreter(path: str, option: str) -> str:
     found = shutil.which(path) if path else sys.executable
     if found is None:
         raise ValueError(
-            f"{option} = {path!r} is no program that can be run; scripts/setup_vllm.sh makes .venv-vllm/bin/python"
+            f"{option} = {path!r} is no program that can be run; scripts/setup_vllm_cpu.sh makes .venv-vllm/bin/python"
         )
     return found
 

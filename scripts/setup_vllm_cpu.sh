@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm in the repository's root: vLLM, and titan_opd from this source tree. Quick when nothing has changed.
 #
-#     scripts/setup.sh && scripts/setup_vllm.sh
+#     scripts/setup.sh && scripts/setup_vllm_cpu.sh
 #
 # vLLM pins its own torch, so it has an environment of its own beside .venv, which is left alone: name it to a run's
 # workers with rollout.python = ".venv-vllm/bin/python" (teacher.python likewise). With a GPU on this machine it is the
@@ -18,7 +18,7 @@ fail() {
     exit 1
 }
 
-[ $# -eq 0 ] || fail "unknown argument '$1'; usage: scripts/setup_vllm.sh"
+[ $# -eq 0 ] || fail "unknown argument '$1'; usage: scripts/setup_vllm_cpu.sh"
 compgen -G "titan_opd/_C.*so" >/dev/null || fail "titan_opd is not built yet: run scripts/setup.sh first"
 
 if [ -z "${VLLM_PACKAGE-}" ]; then

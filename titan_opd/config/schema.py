@@ -194,8 +194,8 @@ class RolloutConfig:
     engine: str = option(
         "native",
         "'native': the student writes, in this package; 'vllm': it writes in vLLM (an extra, "
-        "scripts/setup_vllm_cpu.sh); 'answers': the data's own expert responses are used (and read by the student where "
-        "the objective compares its samples or its most likely tokens)",
+        "scripts/setup_vllm_cpu.sh); 'answers': the data's own expert responses are used (and read by the student "
+        "where the objective compares its samples or its most likely tokens)",
         choices=("native", "vllm", "answers"),
     )
     dtype: str = option("float32", "of the engine's copy of the weights and its products", choices=DTYPES)

@@ -105,6 +105,7 @@ def train_chain(config: Config, world: World) -> PolicyChain:
         recording=parts.recording,
         schedule=config.schedule,
         rollout=config.rollout,
+        deliver=lambda version: parts.engine.load_weights(named_weights(parts.student), version),
         clock=PhaseClock(),
         world=world,
     )
@@ -115,7 +116,7 @@ def train_chain(config: Config, world: World) -> PolicyChain:
         if version < last:
             batches = pack(schedule.next_batch(version), config.training.tokens_per_microbatch)
             learner.step(learner.with_proximal_policy(batches), current_version=version)
-            parts.engine.load_weights(named_weights(parts.student), version + 1)
+            schedule.publish(version + 1)
     assert parts.teacher is not None
     return PolicyChain(policies, last, _copy(parts.teacher).requires_grad_(False), parts, config)
 

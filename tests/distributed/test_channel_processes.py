@@ -98,7 +98,8 @@ def test_a_producer_killed_before_and_while_it_is_fetched_from_is_an_error(condu
         fetcher.fetch(address, "a:1", TeacherScores, timeout=1000.0)
     assert time.monotonic() - begin < 500  # it did not wait for its deadline
     killer.join()
-    with pytest.raises(ChannelError, match=r"not connected within 0.3 s: nobody listens"):
+    # The free port may connect to itself, as Linux allows on the loopback; it speaks no protocol then.
+    with pytest.raises(ChannelError, match=r"not connected within 0.3 s: nobody listens|does not speak this protocol"):
         fetcher.fetch(address, "a:1", TeacherScores, timeout=1000.0, connect_timeout=0.3)
     assert next_event(conductor, Left).name == "rollout-0"  # at the next beat, long before it counts as silent
     fetcher.close()

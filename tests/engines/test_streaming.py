@@ -188,7 +188,8 @@ def test_an_error_in_a_step_drops_what_runs_and_waits():
 def live_bytes() -> int:
     """Memory of all tensors that Python knows of, each storage once."""
     gc.collect()
-    storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.layout is torch.strided]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.helpers.vllm import CPU, make_student, rollout_config
 from titan_opd.config.schema import RolloutConfig, RolloutVllmConfig
 from titan_opd.models import Decoder
 from titan_opd.rollout.vllm import VllmEngine
+from titan_opd.rollout.vllm_setup import require_vllm
 from titan_opd.rollout.vllm_stream import VllmStream
 
 has_vllm = importlib.util.find_spec("vllm") is not None
@@ -63,3 +65,12 @@ def test_what_does_not_fit_the_trainers_process(options: dict, complaint: str) -
 def test_a_missing_vllm_is_told_with_the_way_to_it(kind: type) -> None:
     with pytest.raises(ValueError, match=r"rollout.engine = 'vllm' needs vllm 0.32.*scripts/setup_vllm_cpu.sh"):
         open_engine(kind, make_student("qwen3", seed=0), rollout_config())
+
+
+@pytest.mark.skipif(has_vllm, reason="vLLM is here")
+def test_a_refusal_leaves_the_environment_alone() -> None:
+    """What vLLM needs would switch torch's compiler off for everything that follows in this process."""
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match=r"rollout.engine = 'vllm' needs vllm"):
+        require_vllm("rollout.engine")
+    assert dict(os.environ) == before

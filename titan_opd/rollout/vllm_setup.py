@@ -39,6 +39,13 @@ def require_vllm(option: str) -> None:
     Raises:
         ValueError: it is not installed, or of a version that this code was not written for.
     """
+    found = _vllm_version()
+    if found is None or not found.startswith(VERSIONS):
+        raise ValueError(
+            f"{option} = 'vllm' needs vllm 0.32, and this interpreter has {found or 'none'}: run "
+            "scripts/setup_vllm_cpu.sh and name its interpreter to the workers (rollout.python or teacher.python = "
+            "'.venv-vllm/bin/python'), or pip install 'titan_opd[vllm]' beside torch 2.13"
+        )
     # At the level of warnings each update says of layers without weights of their own that they got none.
     # Read when vLLM and torch's compiler are first imported; what a person has set stays.
     defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -47,13 +54,6 @@ def require_vllm(option: str) -> None:
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    found = _vllm_version()
-    if found is None or not found.startswith(VERSIONS):
-        raise ValueError(
-            f"{option} = 'vllm' needs vllm 0.32, and this interpreter has {found or 'none'}: run "
-            "scripts/setup_vllm_cpu.sh and name its interpreter to the workers (rollout.python or teacher.python = "
-            "'.venv-vllm/bin/python'), or pip install 'titan_opd[vllm]' beside torch 2.13"
-        )
 
 
 def _vllm_version() -> str | None:

@@ -27,6 +27,7 @@ TRAINER = "trainer"  # its name on the channel
 _POLL_SECONDS = 0.05
 _WAITING_SECONDS = 1.0  # between two words to a trainer that waits
 _LEASES_A_MESSAGE = 512
+_GOODBYE_SECONDS = 3.0  # at the end, for workers in the middle of a step
 _COUNT_SECONDS = 0.1  # between two entries of the queues' lengths in the trace
 
 
@@ -127,8 +128,7 @@ class ConductorService:
             reason = f"the conductor failed: {type(error).__name__}: {error}"
             raise
         finally:
-            for name in list(self._port.peers):
-                self._port.send(name, wire.Stop(reason[:2000]))
+            self._stop_all(reason)
             counters = self._port.counters
             logger.info(
                 "headers of %d answers: %d bytes came in, %d went out",
@@ -138,6 +138,14 @@ class ConductorService:
             )
             self._port.close()
             self._store.close()
+
+    def _stop_all(self, reason: str) -> None:
+        """Tell all to stop, and stay until they have said goodbye: who is cut off before takes it for an accident."""
+        for name in list(self._port.peers):
+            self._port.send(name, wire.Stop(reason[:2000]))
+        end = time.monotonic() + _GOODBYE_SECONDS
+        while self._port.peers and time.monotonic() < end:
+            self._port.receive(_POLL_SECONDS)
 
     def _take(self, event: Event) -> None:
         now = time.monotonic()

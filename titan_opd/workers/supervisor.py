@@ -117,7 +117,7 @@ class Supervisor:
 
     def _end_all(self) -> None:
         processes = [worker.process for worker in self.workers.values() if worker.process is not None]
-        for number, patience in ((None, 2.0), (signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, _END_SECONDS)):
+        for number, patience in ((None, 5.0), (signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, _END_SECONDS)):
             for process in processes:
                 if number is not None and process.poll() is None:
                     process.send_signal(number)

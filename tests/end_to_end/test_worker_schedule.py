@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -323,3 +324,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_a_small_store_holds_answers_back_and_loses_none(workshop):
+    """Room for one answer or two at a time: workers wait for the trainer, and everything is in the trace."""
+    run = workshop.train(
+        "small-store",
+        *(*OPTIONS, *asynchronous(1), "--channel.store_mb", 0.02, "--weights.timeout_seconds", 60),
+        *("--observe.trace", "true", "--observe.trace_mb", 1),
+    )
+    assert_every_sample_once(run)
+    names = {event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]}
+    assert {"rollout", "score", "forward-backward", "optimizer", "weight update", "wait", "queue", "staleness"} <= names

@@ -98,6 +98,9 @@ def test_more_tensors_than_one_launch_describes(backend):
 @per_backend
 def test_nothing_to_copy(backend):
     backend.call("multi_copy", [torch.zeros(0, 5)], [torch.zeros(0, 5)])
+    copied = torch.zeros(2)
+    backend.call("multi_copy", [torch.zeros(0, 5), torch.ones(2)], [torch.zeros(0, 5), copied])
+    assert copied.tolist() == [1, 1]
 
 
 @per_backend

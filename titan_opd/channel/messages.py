@@ -384,5 +384,5 @@ _ANYONE_HEARS = (Welcome, Refused, Heartbeat, Stop, Report)
 TO_ROLE: dict[str, tuple[type[Message], ...]] = {
     "rollout": (*_ANYONE_HEARS, SampleLeases, LeasesCancelled, Release, NewVersion),
     "teacher": (*_ANYONE_HEARS, ScoringLeases, LeasesCancelled, Release),
-    "trainer": (*_ANYONE_HEARS, BatchAssignment, Waiting, Release, Cut),
+    "trainer": (*_ANYONE_HEARS, BatchAssignment, Waiting, Cut),
 }

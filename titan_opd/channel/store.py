@@ -126,6 +126,29 @@ class PayloadStore:
             ValueError: the key is taken, the record cannot travel, or is larger than the whole store.
             ChannelError: no room in time; the text says who does not consume.
         """
+        frames, size = self._encoded(key, record)
+        with self._changed:
+            self._check_key(key)
+            if not self._changed.wait_for(lambda: self._fits(size), timeout):
+                raise ChannelError(self._why_full(size, timeout), sender=self._name)
+            self._keep(key, frames, size)
+        return size
+
+    def offer(self, key: str, record: Any) -> int | None:
+        """Keep a record as `put` does if there is room now; its size in bytes, or None where there is none.
+
+        Raises:
+            ValueError: as `put`.
+        """
+        frames, size = self._encoded(key, record)
+        with self._changed:
+            self._check_key(key)
+            if not self._fits(size):
+                return None
+            self._keep(key, frames, size)
+        return size
+
+    def _encoded(self, key: str, record: Any) -> tuple[list[Frame], int]:
         frames = encode_record(record, self._limits)
         size = num_bytes(frames)
         if size > self._capacity:
@@ -133,19 +156,18 @@ class PayloadStore:
                 f"payload {key!r} of {size} bytes is larger than the whole store of {self._name} ({self._capacity} "
                 "bytes); give the store room for several payloads"
             )
-        with self._changed:
-            if key in self._payloads:
-                raise ValueError(f"the store of {self._name} has a payload {key!r} already; a lease has one payload")
-            if not self._changed.wait_for(lambda: self._num_bytes + size <= self._capacity, timeout):
-                raise ChannelError(self._why_full(size, timeout), sender=self._name)
-            self._payloads[key] = _Stored(frames, size, time.monotonic())
-            self._num_bytes += size
-        return size
+        return frames, size
 
-    def has_room_for(self, record: Any) -> bool:
-        """Whether `put` would find room now. True for a record that is too large for the whole store: `put` says so."""
-        size = num_bytes(encode_record(record, self._limits))
-        return size > self._capacity or self._num_bytes + size <= self._capacity
+    def _check_key(self, key: str) -> None:
+        if key in self._payloads:
+            raise ValueError(f"the store of {self._name} has a payload {key!r} already; a lease has one payload")
+
+    def _fits(self, size: int) -> bool:
+        return self._num_bytes + size <= self._capacity
+
+    def _keep(self, key: str, frames: list[Frame], size: int) -> None:
+        self._payloads[key] = _Stored(frames, size, time.monotonic())
+        self._num_bytes += size
 
     def release(self, keys: Iterable[str]) -> None:
         """Forget payloads; keys that are not here are passed over, for a cancelled lease may have led to none."""

@@ -54,6 +54,12 @@ def payload_name(worker: str, lease: str) -> str:
     return f"{worker}/{lease}"
 
 
+def split_payload_name(where: str) -> tuple[str, str]:
+    """The worker and the lease of a payload's name."""
+    worker, _, lease = where.partition("/")
+    return worker, lease
+
+
 def checkpoint_keys(number: int) -> tuple[str, str]:
     """Under which keys the trainer's store has the answer and the scores of a sample that a checkpoint kept."""
     return f"answer-{number}", f"scores-{number}"
@@ -357,7 +363,7 @@ class _StoreList:
 
     def find(self, where: str) -> tuple[int, str]:
         """The index of the store, and the key there, of a payload's name."""
-        worker, _, lease = where.partition("/")
+        worker, lease = split_payload_name(where)
         return self.index(worker), lease
 
 

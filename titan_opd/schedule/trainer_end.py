@@ -18,7 +18,7 @@ from titan_opd.losses import TeacherScores
 from titan_opd.observe import PhaseClock
 from titan_opd.parallel import World
 from titan_opd.schedule.headers import CHECKPOINT
-from titan_opd.schedule.service import JsonText, checkpoint_keys
+from titan_opd.schedule.service import JsonText, checkpoint_keys, split_payload_name
 from titan_opd.weights.manifest import Probe
 from titan_opd.weights.publisher import WeightPublisher
 
@@ -83,7 +83,6 @@ class WorkerSchedule:
         clock: PhaseClock,
         world: World,
     ) -> None:
-        self.waiting: wire.Waiting | None = None  # what the conductor said last while the trainer waited
         self._from_checkpoint: list[str] = []  # payloads of the present batch that the checkpoint kept
         self._link = link
         self._fetcher = fetcher
@@ -128,12 +127,8 @@ class WorkerSchedule:
             self._check()
             message = self._link.port.receive(0.2)
             if isinstance(message, wire.BatchAssignment):
-                self.waiting = None
                 return message
-            if isinstance(message, wire.Waiting):
-                self.waiting = message
-            elif message is not None:
-                self._hear(message)
+            self._check_stop(message)
 
     def _keys_of_checkpoint(self, assignment: wire.BatchAssignment) -> list[str]:
         """The payloads of the batch that the checkpoint kept, in the main process."""
@@ -215,7 +210,7 @@ class WorkerSchedule:
         if scores == CHECKPOINT:
             answer_key, scores_key = checkpoint_keys(number)
             return self._link.kept.address, answer_key, self._link.kept.address, scores_key
-        (writer, _, answer_lease), (scorer, _, scores_lease) = answer.partition("/"), scores.partition("/")
+        (writer, answer_lease), (scorer, scores_lease) = split_payload_name(answer), split_payload_name(scores)
         return stores[writer], answer_lease, stores[scorer], scores_lease
 
     def _await(self, kind: type[wire.Message]) -> Any:
@@ -225,18 +220,16 @@ class WorkerSchedule:
             message = self._link.port.receive(0.2)
             if isinstance(message, kind):
                 return message
-            if message is not None:
-                self._hear(message)
+            self._check_stop(message)
         raise ChannelError(f"no {kind.__name__} within {_ANSWER_SECONDS:g} s", sender="conductor")
 
     def report(self) -> dict[str, Any]:
         """Who does what and who waits for whom."""
         return self._ask_report()
 
-    def _hear(self, message: wire.Message) -> None:
-        if isinstance(message, wire.Release) and self._link is not None:
-            self._link.kept.release(message.leases)
-        elif isinstance(message, wire.Stop):
+    def _check_stop(self, message: wire.Message | None) -> None:
+        """Raise when the conductor says Stop; all else that comes while something is awaited is of no use."""
+        if isinstance(message, wire.Stop):
             self._check()  # why it says so
             raise ChannelError(f"it says Stop: {message.reason}", sender="conductor")
 

@@ -19,8 +19,13 @@ def conductor_endpoint(config: Config) -> str:
     """Where the conductor listens: `channel.address`, or a socket in a folder that follows from `run.directory`."""
     if config.channel.address:
         return config.channel.address
+    return f"ipc://{tempfile.gettempdir()}/{local_name(config)}/conductor"
+
+
+def local_name(config: Config) -> str:
+    """Of the folders that this user's processes of the run share on one machine; it follows from `run.directory`."""
     run = hashlib.sha256(str(Path(config.run.directory).resolve()).encode()).hexdigest()[:16]
-    return f"ipc://{tempfile.gettempdir()}/titan-opd-{os.getuid()}-{run}/conductor"
+    return f"titan-opd-{os.getuid()}-{run}"
 
 
 def conductor_address(config: Config, endpoint: str, *, member: str = WORKER) -> Address:

@@ -34,11 +34,18 @@ from titan_opd.observe import PhaseClock
 from titan_opd.parallel import World
 from titan_opd.rollout import RECORD_NOTHING
 from titan_opd.schedule import SyncSchedule
-from titan_opd.schedule.service import checkpoint_keys
+from titan_opd.schedule.service import TRAINER, checkpoint_keys
 from titan_opd.schedule.trainer_end import ScheduleCut, TrainerLink, WorkerSchedule
 from titan_opd.weights.transports import WEIGHT_LIMITS, InProcess
 from titan_opd.workers.connection import conductor_address, conductor_endpoint, open_transport
-from titan_opd.workers.roles import START_SECONDS, connect_trainer, serve_conductor, serve_rollout, serve_teacher
+from titan_opd.workers.roles import (
+    START_SECONDS,
+    make_hello,
+    open_store,
+    serve_conductor,
+    serve_rollout,
+    serve_teacher,
+)
 from titan_opd.workers.supervisor import LocalWorker, Supervisor
 from titan_opd.workers.weights import build_delivery, build_probe, build_publisher, version_bytes
 
@@ -308,8 +315,8 @@ class _Launcher:
 
     def _ask_report(self) -> dict[str, Any]:
         """The conductor's report, over a connection of its own: the trainer's belongs to its main thread."""
-        arguments = (self._config, self._parts.common, self._transport, self._address)
-        port = connect_trainer(*arguments, name="watchdog", timeout=_JOIN_SECONDS)
+        hello = make_hello(self._config, self._parts.common, "trainer", "watchdog", None)
+        port = WorkerPort.connect(self._transport, self._address, hello, timeout=_JOIN_SECONDS)
         try:
             port.send(messages.ReportRequest())
             while True:
@@ -324,7 +331,7 @@ class _Launcher:
     # ---- The trainer's end -------------------------------------------------------------------------------------------
 
     def _link(self) -> TrainerLink:
-        kept = PayloadStore(self._transport, name="kept", capacity_bytes=self._kept_bytes(), consumer="the trainer")
+        kept = open_store(self._config, self._transport, "kept", consumer="the trainer")
         self._resources.callback(kept.close)
         port = self._connect(kept.address)
         self._resources.callback(port.close)
@@ -343,17 +350,11 @@ class _Launcher:
         return TrainerLink(port, weights, kept)
 
     def _connect(self, store: Address) -> WorkerPort:
+        hello = make_hello(self._config, self._parts.common, "trainer", TRAINER, store)
         end = time.monotonic() + START_SECONDS
         while True:
             try:
-                return connect_trainer(
-                    self._config,
-                    self._parts.common,
-                    self._transport,
-                    self._address,
-                    store=store,
-                    timeout=_CONNECT_SECONDS,
-                )
+                return WorkerPort.connect(self._transport, self._address, hello, timeout=_CONNECT_SECONDS)
             except RefusedError:
                 raise
             except ChannelError:
@@ -364,6 +365,3 @@ class _Launcher:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
-
-    def _kept_bytes(self) -> int:
-        return int(self._config.channel.store_mb * 2**20)

@@ -20,7 +20,7 @@ from titan_opd.config import Config
 from titan_opd.rollout import NativeEngine
 from titan_opd.schedule.conductor import Conductor
 from titan_opd.schedule.rules import ScheduleRules
-from titan_opd.schedule.service import TRAINER, ConductorService
+from titan_opd.schedule.service import ConductorService
 from titan_opd.teacher import Scorer
 from titan_opd.weights.receiver import Checks, WeightReceiver
 from titan_opd.weights.transports import WEIGHT_LIMITS, InProcess
@@ -99,8 +99,8 @@ def serve_rollout(
         WeightError: the trainer's weights do not fit the engine.
     """
     engine = build_stream(config, common, device)
-    store = _store(config, transport, name, consumer="the teachers and the trainer")
-    hello = _hello(config, common, "rollout", name, store.address)
+    store = open_store(config, transport, name, consumer="the teachers and the trainer")
+    hello = make_hello(config, common, "rollout", name, store.address)
     port = WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)
     receiver = WeightReceiver(
         PayloadFetcher(transport, name=name, limits=WEIGHT_LIMITS),
@@ -157,8 +157,8 @@ def serve_teacher(
         teacher = load_teacher(config, common.tokenizer, device)
         assert teacher is not None, "a configuration without a teacher starts no teacher worker"
         scorer = build_scorer(config, teacher, config.objective, common.vocab_size)
-    store = _store(config, transport, name, consumer="the trainer")
-    hello = _hello(config, common, "teacher", name, store.address)
+    store = open_store(config, transport, name, consumer="the trainer")
+    hello = make_hello(config, common, "teacher", name, store.address)
     port = WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)
     worker = TeacherWorker(
         scorer, port, PayloadFetcher(transport, name=name), store, at_a_time=answers_at_a_time(config)
@@ -169,32 +169,19 @@ def serve_teacher(
         store.close()
 
 
-def connect_trainer(
-    config: Config,
-    common: Common,
-    transport: Transport,
-    conductor: Address,
-    *,
-    name: str = TRAINER,
-    store: Address | None = None,
-    timeout: float,
-) -> WorkerPort:
-    """A connection of the trainer's to the conductor; waits `timeout` seconds for one that is starting."""
-    hello = _hello(config, common, "trainer", name, store)
-    return WorkerPort.connect(transport, conductor, hello, timeout=timeout)
-
-
 def answers_at_a_time(config: Config) -> int:
     """Most answers that a teacher takes in one call: a share of the batch, so that the teachers share the work."""
     return max(1, min(16, config.schedule.batch // max(1, 2 * config.teacher.workers)))
 
 
-def _store(config: Config, transport: Transport, name: str, *, consumer: str) -> PayloadStore:
+def open_store(config: Config, transport: Transport, name: str, *, consumer: str) -> PayloadStore:
+    """A role's store, of the size that the configuration gives each."""
     capacity = int(config.channel.store_mb * 2**20)
     return PayloadStore(transport, name=name, capacity_bytes=capacity, consumer=consumer)
 
 
-def _hello(config: Config, common: Common, role: Role, name: str, store: Address | None) -> Hello:
+def make_hello(config: Config, common: Common, role: Role, name: str, store: Address | None) -> Hello:
+    """How a role introduces itself. Reads all prompts for their digest: make it once."""
     teacher: Path | None = model_folder(config.teacher.path) if role == "teacher" else None
     identity = run_identity(common.tokenizer, common.train_prompts, common.student, teacher)
     return Hello(

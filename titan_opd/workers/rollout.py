@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from titan_opd.channel import ChannelError, PayloadStore, WorkerPort
@@ -17,6 +16,7 @@ from titan_opd.rollout import Recording
 from titan_opd.rollout.engine import StreamingEngine
 from titan_opd.weights.errors import LayoutError, VerificationError, WeightError
 from titan_opd.weights.receiver import WeightReceiver
+from titan_opd.workers.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.05  # how long an empty engine waits for a message at a time
@@ -52,13 +52,12 @@ class RolloutWorker:
         self._engine = engine
         self._port = port
         self._receiver = receiver
-        self._store = store
+        self._outbox: Outbox[Trajectory] = Outbox(store)
         self._prompts = prompts
         self._sampling = sampling
         self._recording = recording
         self._finish_first = finish_first
         self._leases: dict[int, str] = {}  # the lease of each sample that is being written
-        self._undelivered: deque[tuple[str, Trajectory]] = deque()  # for which the store has no room
         self._asked = 0  # leases that were asked for and have not come
         self._update: wire.NewVersion | None = None  # the newest that the engine does not have
         self._next_try = 0.0
@@ -115,8 +114,7 @@ class RolloutWorker:
         self._engine.cancel(numbers)
         for number in numbers:
             del self._leases[number]
-        self._undelivered = deque(pair for pair in self._undelivered if pair[0] not in leases)
-        self._store.release(leases)
+        self._outbox.forget(leases)
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
@@ -164,17 +162,11 @@ class RolloutWorker:
     # ---- Answers -----------------------------------------------------------------------------------------------------
 
     def _finish(self, trajectory: Trajectory) -> None:
-        lease = self._leases.pop(trajectory.sample.number)
-        self._undelivered.append((lease, trajectory))
+        self._outbox.add(self._leases.pop(trajectory.sample.number), trajectory)
 
     def _deliver(self) -> None:
         """Announce what is written and fits the store; the rest waits, and nothing new is asked for meanwhile."""
-        while self._undelivered:
-            lease, trajectory = self._undelivered[0]
-            if not self._store.has_room_for(trajectory):
-                return
-            num_bytes = self._store.put(lease, trajectory, timeout=0.0)
-            self._undelivered.popleft()
+        for lease, trajectory, num_bytes in self._outbox.delivered():
             versions = trajectory.policy_versions
             self._port.send(
                 wire.RolloutDone(
@@ -189,7 +181,7 @@ class RolloutWorker:
 
     def _ask(self) -> None:
         waits_for_update = self._finish_first and self._update is not None
-        if self._undelivered or waits_for_update or not self._engine.is_serving:
+        if self._outbox or waits_for_update or not self._engine.is_serving:
             return
         free = self._engine.free_capacity
         if free > self._asked:

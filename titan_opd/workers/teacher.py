@@ -14,6 +14,7 @@ from titan_opd.data import Trajectory
 from titan_opd.losses import TeacherScores
 from titan_opd.observe import trace
 from titan_opd.teacher import Scorer
+from titan_opd.workers.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.05
@@ -37,10 +38,9 @@ class TeacherWorker:
         self._scorer = scorer
         self._port = port
         self._fetcher = fetcher
-        self._store = store
+        self._outbox: Outbox[TeacherScores] = Outbox(store)
         self._at_a_time = at_a_time
         self._waiting: deque[tuple[Address, wire.ScoringLease]] = deque()
-        self._undelivered: deque[tuple[str, TeacherScores]] = deque()
         self._asked = 0
         self._stopped = False
 
@@ -53,14 +53,14 @@ class TeacherWorker:
         """
         while not self._stopped and not (stop is not None and stop.is_set()):
             self._listen()
-            if self._waiting and not self._undelivered:
+            if self._waiting and not self._outbox:
                 self._score()
             self._deliver()
             self._ask()
         self._port.close()
 
     def _listen(self) -> None:
-        message = self._port.receive(0.0 if self._waiting and not self._undelivered else _IDLE_SECONDS)
+        message = self._port.receive(0.0 if self._waiting and not self._outbox else _IDLE_SECONDS)
         while message is not None:
             self._hear(message)
             message = self._port.receive(0.0)
@@ -73,8 +73,7 @@ class TeacherWorker:
             case wire.LeasesCancelled(leases=leases) | wire.Release(leases=leases):
                 forgotten = set(leases)
                 self._waiting = deque(pair for pair in self._waiting if pair[1].lease not in forgotten)
-                self._undelivered = deque(pair for pair in self._undelivered if pair[0] not in forgotten)
-                self._store.release(forgotten)
+                self._outbox.forget(forgotten)
             case wire.Stop():
                 self._stopped = True
             case wire.Report():
@@ -98,19 +97,14 @@ class TeacherWorker:
             scored = self._scorer.score(answers)
         for lease, one in zip(leases, scored, strict=True):
             # The loss has the output projection that a dense score is made with; it does not travel with each answer.
-            self._undelivered.append((lease, replace(one.scores, lm_head_weight=None)))
+            self._outbox.add(lease, replace(one.scores, lm_head_weight=None))
 
     def _deliver(self) -> None:
-        while self._undelivered:
-            lease, scores = self._undelivered[0]
-            if not self._store.has_room_for(scores):
-                return
-            num_bytes = self._store.put(lease, scores, timeout=0.0)
-            self._undelivered.popleft()
+        for lease, _, num_bytes in self._outbox.delivered():
             self._port.send(wire.ScoringDone(lease, num_bytes))
 
     def _ask(self) -> None:
         free = self._at_a_time - len(self._waiting)
-        if not self._undelivered and free > self._asked:
+        if not self._outbox and free > self._asked:
             self._port.send(wire.WantScoring(free))
             self._asked = free

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from titan_opd.weights.transports import (
     SharedMemoryOutlet,
 )
 from titan_opd.weights.transports.shared_memory import MEMORY
+from titan_opd.workers.connection import local_name
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +133,7 @@ def _outlets(config: Config, parts: Parts, world: World, store: PayloadStore) ->
 
 def shared_folder(config: Config) -> Path:
     """Where a run's weights lie in memory: the run's own, as `run.directory` is."""
-    run = hashlib.sha256(str(Path(config.run.directory).resolve()).encode()).hexdigest()[:16]
-    return MEMORY / f"titan-opd-{os.getuid()}-{run}"
+    return MEMORY / local_name(config)
 
 
 def _host(store: PayloadStore) -> str:

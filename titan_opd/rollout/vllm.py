@@ -18,16 +18,7 @@ from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import DecoderConfig
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording
 from titan_opd.rollout.update import NamedTensors
-from titan_opd.rollout.vllm_setup import (
-    DRAWS,
-    check_model,
-    engine_arguments,
-    open_llm,
-    require_vllm,
-    sequence_tokens,
-    use_first_runner,
-    write_model,
-)
+from titan_opd.rollout.vllm_setup import open_llm, prepare_engine
 from titan_opd.weights.pieces import WeightSpec
 
 if TYPE_CHECKING:
@@ -68,37 +59,24 @@ class VllmEngine:
         device: torch.device,
     ) -> None:
         check_colocated(config, device)
-        check_model(model, config.dtype, "rollout.dtype", on_cpu=device.type == "cpu")
-        if draws:
-            use_first_runner()
-        require_vllm("rollout.engine")
-        from titan_opd.rollout.vllm_requests import Requests
-        from titan_opd.rollout.vllm_weights import VllmWeights
-
-        max_model_len = sequence_tokens(config.vllm, max_prompt_tokens + max_new_tokens)
-        self._requests = Requests(
+        prepared = prepare_engine(
             model,
+            config=config,
             stop_ids=stop_ids,
             vocab_size=vocab_size,
             max_prompt_tokens=max_prompt_tokens,
-            max_model_len=max_model_len,
+            max_new_tokens=max_new_tokens,
             seed=seed,
             draws=draws,
-        )
-        self._folder = write_model(model, vocab_size=vocab_size, context=max_model_len)
-        arguments = engine_arguments(
-            config.vllm,
-            folder=self._folder.name,
-            dtype=config.dtype,
-            max_tokens=max_model_len,
-            max_concurrent=config.max_concurrent,
             prefix_caching=True,
+            device=device,
         )
-        if draws:
-            arguments |= {"logits_processors": [DRAWS], "async_scheduling": False}
+        self._requests, self._folder = prepared.requests, prepared.folder
+        from titan_opd.rollout.vllm_weights import VllmWeights
+
         self._sleeps = config.vllm.sleep
         self._awake = {"weights", "kv_cache"}
-        self._llm = open_llm(logprobs_mode="processed_logprobs", enable_sleep_mode=self._sleeps, **arguments)
+        self._llm = open_llm(logprobs_mode="processed_logprobs", enable_sleep_mode=self._sleeps, **prepared.arguments)
         (self._layerwise,) = self._llm.collective_rpc("layerwise_update")
         self._weights = VllmWeights(model, getattr(torch, config.dtype), self)
 

@@ -10,17 +10,21 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 import torch.distributed as dist
 
-from titan_opd.config.schema import VllmConfig
+from titan_opd.config.schema import RolloutConfig, VllmConfig
 from titan_opd.models import DecoderConfig
+
+if TYPE_CHECKING:
+    from titan_opd.rollout.vllm_requests import Requests
 
 VERSIONS = ("0.32.", "0.33.")  # whose interfaces for weights were compared
 MAX_LOGPROBS = 256  # candidates a token that an engine can be asked for
@@ -145,6 +149,69 @@ def engine_arguments(
     else:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     return arguments
+
+
+@dataclass(frozen=True)
+class PreparedEngine:
+    """What both forms of the engine begin with.
+
+    Attributes:
+        requests: what vLLM is asked, and how its answers are read.
+        folder: holds the model's config.json; it is there for as long as this object is.
+        arguments: of `LLM` or `AsyncEngineArgs`.
+    """
+
+    requests: Requests
+    folder: tempfile.TemporaryDirectory
+    arguments: dict[str, Any]
+
+
+def prepare_engine(
+    model: DecoderConfig,
+    *,
+    config: RolloutConfig,
+    stop_ids: Collection[int],
+    vocab_size: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    seed: int,
+    draws: bool,
+    prefix_caching: bool,
+    device: torch.device,
+) -> PreparedEngine:
+    """Check what the student's engine is to be and lay out what it is made with; arguments as of `VllmEngine`.
+
+    Raises:
+        ValueError: vLLM is missing, or cannot run this model or these settings here.
+    """
+    check_model(model, config.dtype, "rollout.dtype", on_cpu=device.type == "cpu")
+    if draws:
+        use_first_runner()
+    require_vllm("rollout.engine")
+    from titan_opd.rollout.vllm_requests import Requests
+
+    max_model_len = sequence_tokens(config.vllm, max_prompt_tokens + max_new_tokens)
+    requests = Requests(
+        model,
+        stop_ids=stop_ids,
+        vocab_size=vocab_size,
+        max_prompt_tokens=max_prompt_tokens,
+        max_model_len=max_model_len,
+        seed=seed,
+        draws=draws,
+    )
+    folder = write_model(model, vocab_size=vocab_size, context=max_model_len)
+    arguments = engine_arguments(
+        config.vllm,
+        folder=folder.name,
+        dtype=config.dtype,
+        max_tokens=max_model_len,
+        max_concurrent=config.max_concurrent,
+        prefix_caching=prefix_caching,
+    )
+    if draws:
+        arguments |= {"logits_processors": [DRAWS], "async_scheduling": False}
+    return PreparedEngine(requests, folder, arguments)
 
 
 def open_llm(**arguments: Any) -> Any:

@@ -27,15 +27,7 @@ from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import DecoderConfig
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording
 from titan_opd.rollout.update import NamedTensors
-from titan_opd.rollout.vllm_setup import (
-    DRAWS,
-    check_model,
-    engine_arguments,
-    require_vllm,
-    sequence_tokens,
-    use_first_runner,
-    write_model,
-)
+from titan_opd.rollout.vllm_setup import prepare_engine
 from titan_opd.weights.pieces import WeightSpec
 
 if TYPE_CHECKING:
@@ -101,23 +93,21 @@ class VllmStream:
         recompute_kv: bool,
         device: torch.device,
     ) -> None:
-        check_model(model, config.dtype, "rollout.dtype", on_cpu=device.type == "cpu")
-        if draws:
-            use_first_runner()
-        require_vllm("rollout.engine")
-        from titan_opd.rollout.vllm_requests import Requests
-        from titan_opd.rollout.vllm_weights import Bucket, VllmWeights
-
-        max_model_len = sequence_tokens(config.vllm, max_prompt_tokens + max_new_tokens)
-        self._requests = Requests(
+        prepared = prepare_engine(
             model,
+            config=config,
             stop_ids=stop_ids,
             vocab_size=vocab_size,
             max_prompt_tokens=max_prompt_tokens,
-            max_model_len=max_model_len,
+            max_new_tokens=max_new_tokens,
             seed=seed,
             draws=draws,
+            prefix_caching=recompute_kv,
+            device=device,
         )
+        self._requests, self._folder = prepared.requests, prepared.folder
+        from titan_opd.rollout.vllm_weights import Bucket, VllmWeights
+
         self._max_concurrent = config.max_concurrent
         self._recompute_kv = recompute_kv
         self._draws = draws
@@ -128,23 +118,12 @@ class VllmStream:
         self._llm: Any = None
         self._is_paused = False
         self._is_updating = False
-        self._folder = write_model(model, vocab_size=vocab_size, context=max_model_len)
-        arguments = engine_arguments(
-            config.vllm,
-            folder=self._folder.name,
-            dtype=config.dtype,
-            max_tokens=max_model_len,
-            max_concurrent=config.max_concurrent,
-            prefix_caching=recompute_kv,
-        )
-        if draws:
-            arguments |= {"logits_processors": [DRAWS], "async_scheduling": False}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._weights = VllmWeights(model, getattr(torch, config.dtype), self)
         try:
-            self._llm = self._run(self._open(arguments))
+            self._llm = self._run(self._open(prepared.arguments))
             self._bucket = Bucket(self._weights.specs())
             try:
                 self._run(self._share(self._bucket.path, self._bucket.num_bytes))

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -70,6 +71,13 @@ struct ConversionKernels {
   void (*store)(const float* values, int64_t count, Element* elements);
 };
 
+// One instruction set's loops over bytes (rows/bytes.h).
+struct ByteKernels {
+  uint64_t (*keyed_sum)(const void* words, int64_t num_words, const uint32_t* keys, void* destination, bool streams);
+  void (*stream_bytes)(const void* source, int64_t num_bytes, void* destination);
+  void (*finish_streams)();
+};
+
 // One instruction set's loops over a block of a student's and a teacher's logits.
 struct PairKernels {
   using AddSums = void (*)(const float* student, const float* teacher, int64_t num_columns, const PairRow& row,
@@ -111,6 +119,10 @@ ConversionKernels<Element> avx2_conversion_kernels();
 template <typename Element>
 ConversionKernels<Element> avx512_conversion_kernels();
 
+ByteKernels portable_byte_kernels();
+ByteKernels avx2_byte_kernels();
+ByteKernels avx512_byte_kernels();
+
 PairKernels portable_pair_kernels();
 PairKernels avx2_pair_kernels();
 PairKernels avx512_pair_kernels();
@@ -126,6 +138,19 @@ ConversionKernels<Element> conversion_kernels(Isa isa) {
 #endif
     default:
       return portable_conversion_kernels<Element>();
+  }
+}
+
+inline ByteKernels byte_kernels(Isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case Isa::kAvx512:
+      return avx512_byte_kernels();
+    case Isa::kAvx2:
+      return avx2_byte_kernels();
+#endif
+    default:
+      return portable_byte_kernels();
   }
 }
 

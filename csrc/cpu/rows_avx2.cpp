@@ -4,7 +4,10 @@
 #include "rows.h"
 
 #pragma GCC target("avx2,fma")
+// g++ before 13 does not define __AVX2__ and its like for the pragma.
+#define TITAN_OPD_AVX2
 
+#include "rows/bytes.h"
 #include "rows/convert.h"
 #include "rows/dense_pair.h"
 #include "rows/exp_sum.h"
@@ -31,6 +34,10 @@ ConversionKernels<Element> avx2_conversion_kernels() {
 template ConversionKernels<float> avx2_conversion_kernels();
 template ConversionKernels<Bfloat16> avx2_conversion_kernels();
 template ConversionKernels<Half> avx2_conversion_kernels();
+
+ByteKernels avx2_byte_kernels() {
+  return {&keyed_sum, &stream_bytes, &finish_streams};
+}
 
 PairKernels avx2_pair_kernels() {
   return {&pair_sums<false>, &pair_sums<true>, &pair_grad<false>, &pair_grad<true>};

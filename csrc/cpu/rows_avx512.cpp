@@ -4,7 +4,11 @@
 #include "rows.h"
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+// g++ before 13 does not define __AVX2__ and its like for the pragma.
+#define TITAN_OPD_AVX2
+#define TITAN_OPD_AVX512
 
+#include "rows/bytes.h"
 #include "rows/convert.h"
 #include "rows/dense_pair.h"
 #include "rows/exp_sum.h"
@@ -31,6 +35,10 @@ ConversionKernels<Element> avx512_conversion_kernels() {
 template ConversionKernels<float> avx512_conversion_kernels();
 template ConversionKernels<Bfloat16> avx512_conversion_kernels();
 template ConversionKernels<Half> avx512_conversion_kernels();
+
+ByteKernels avx512_byte_kernels() {
+  return {&keyed_sum, &stream_bytes, &finish_streams};
+}
 
 PairKernels avx512_pair_kernels() {
   return {&pair_sums<false>, &pair_sums<true>, &pair_grad<false>, &pair_grad<true>};

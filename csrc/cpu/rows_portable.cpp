@@ -1,6 +1,7 @@
 // The loops over rows as the compiler's baseline CPU runs them (SSE2 on x86-64).
 #include "rows.h"
 
+#include "rows/bytes.h"
 #include "rows/convert.h"
 #include "rows/dense_pair.h"
 #include "rows/exp_sum.h"
@@ -27,6 +28,10 @@ ConversionKernels<Element> portable_conversion_kernels() {
 template ConversionKernels<float> portable_conversion_kernels();
 template ConversionKernels<Bfloat16> portable_conversion_kernels();
 template ConversionKernels<Half> portable_conversion_kernels();
+
+ByteKernels portable_byte_kernels() {
+  return {&keyed_sum, &stream_bytes, &finish_streams};
+}
 
 PairKernels portable_pair_kernels() {
   return {&pair_sums<false>, &pair_sums<true>, &pair_grad<false>, &pair_grad<true>};

@@ -27,7 +27,8 @@ def run_kernel(
 def assert_matches_reference(
     found: TopK, logits_RV, k: int, vocab_start: int = 0, vocab_size: int | None = None, inverse_temperature=None
 ):
-    """Ids, values and maxima exactly, sums to float32 accuracy."""
+    """Ids, values and maxima exactly; sums to 1e-5: the error of e^x, 1e-7 (1 + |x|), does not average out where few
+    values are repeated far below the row's largest."""
     scaled_RV = logits_RV.float() if inverse_temperature is None else logits_RV.float() * inverse_temperature[:, None]
     expected = topk_logprobs_reference(scaled_RV.double(), k, vocab_start=vocab_start, vocab_size=vocab_size)
     assert found.ids.dtype == torch.int64
@@ -39,7 +40,7 @@ def assert_matches_reference(
         )
     for name in ("sum_exp", "tail_sum_exp"):
         torch.testing.assert_close(
-            getattr(found, name).double(), getattr(expected, name), rtol=3e-6, atol=0, equal_nan=True, msg=name
+            getattr(found, name).double(), getattr(expected, name), rtol=1e-5, atol=0, equal_nan=True, msg=name
         )
 
 

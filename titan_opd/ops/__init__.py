@@ -9,6 +9,7 @@ the compiled extension. In plain PyTorch: `noise`, counter-based uniforms, and `
 from __future__ import annotations
 
 from titan_opd.ops.dense_pair import DensePairSums, dense_pair_grad_, dense_pair_sums
+from titan_opd.ops.digests import multi_copy_digests, multi_digest
 from titan_opd.ops.extension import describe
 from titan_opd.ops.gather_stats import gather_stats
 from titan_opd.ops.gumbel_sample import RaceWinners, gumbel_sample
@@ -28,6 +29,8 @@ __all__ = [
     "gather_stats",
     "gumbel_sample",
     "multi_copy",
+    "multi_copy_digests",
+    "multi_digest",
     "sparse_softmax_grad_",
     "topk_logprobs",
 ]

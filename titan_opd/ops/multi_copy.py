@@ -31,6 +31,18 @@ def multi_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> Non
         RuntimeError: views are no rows of adjacent elements, memory is shared, or autograd would have to differentiate
             this; destinations are as they were.
     """
+    check_pairs(sources, destinations)
+    refuse_to_differentiate("multi_copy", _NO_DERIVATIVE, *sources, *destinations)
+    pairs = list(zip(sources, destinations, strict=True))
+    with_kernel = [pair for pair in pairs if has_kernel(pair[0]) and has_kernel(pair[1])]
+    if with_kernel:
+        torch.ops.titan_opd.multi_copy(*(list(side) for side in zip(*with_kernel, strict=True)))
+    if len(with_kernel) < len(pairs):
+        multi_copy_reference(*zip(*(pair for pair in pairs if not all(map(has_kernel, pair))), strict=True))
+
+
+def check_pairs(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+    """Raise a ValueError when the lists differ in length, or a pair in shape or device."""
     if len(sources) != len(destinations):
         raise ValueError(f"destinations must be as many as sources, got {len(destinations)} for {len(sources)}")
     for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
@@ -44,13 +56,6 @@ def multi_copy(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> Non
                 f"sources[{i}] and destinations[{i}] must be on the first source's device {sources[0].device}, got "
                 f"{source.device} and {destination.device}"
             )
-    refuse_to_differentiate("multi_copy", _NO_DERIVATIVE, *sources, *destinations)
-    pairs = list(zip(sources, destinations, strict=True))
-    with_kernel = [pair for pair in pairs if has_kernel(pair[0]) and has_kernel(pair[1])]
-    if with_kernel:
-        torch.ops.titan_opd.multi_copy(*(list(side) for side in zip(*with_kernel, strict=True)))
-    if len(with_kernel) < len(pairs):
-        multi_copy_reference(*zip(*(pair for pair in pairs if not all(map(has_kernel, pair))), strict=True))
 
 
 def multi_copy_reference(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:

@@ -32,7 +32,7 @@ def _xor_shifted(words: Tensor, bits: int) -> Tensor:
     return words ^ ((words >> bits) & (2 ** (64 - bits) - 1))
 
 
-def _absorb(state: Tensor, word: Tensor) -> Tensor:
+def absorb(state: Tensor | int, word: Tensor) -> Tensor:
     """Output number `word` of the SplitMix64 generator that starts at `state`."""
     mixed = state + _INCREMENT * (word + 1)
     mixed = _xor_shifted(mixed, 30) * _MULTIPLIER_1
@@ -50,13 +50,13 @@ def uniforms(seed: int, numbers_R: Tensor, positions_R: Tensor, num_columns: int
         num_columns: C, independent uniforms at each position.
     """
     keys_R = row_keys(seed, numbers_R, positions_R)
-    words_RC = _absorb(keys_R[:, None], torch.arange(num_columns, device=numbers_R.device))
+    words_RC = absorb(keys_R[:, None], torch.arange(num_columns, device=numbers_R.device))
     return _open_uniform((words_RC >> 12) & (2**52 - 1))
 
 
 def row_keys(seed: int, numbers_R: Tensor, positions_R: Tensor) -> Tensor:
     """[R] int64, a key for all that is drawn at one position of one sample; arguments as `uniforms`."""
-    return _absorb(_absorb(torch.full_like(numbers_R, _as_int64(seed)), numbers_R), positions_R)
+    return absorb(absorb(torch.full_like(numbers_R, _as_int64(seed)), numbers_R), positions_R)
 
 
 def race_uniforms(keys_R: Tensor, num_draws: int, ids_V: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ def race_uniforms(keys_R: Tensor, num_draws: int, ids_V: Tensor) -> Tensor:
         num_draws: m.
         ids_V: [V] int64, below 2^31.
     """
-    draw_keys_Rm1 = _absorb(keys_R[:, None], torch.arange(num_draws, device=keys_R.device))[:, :, None]
-    fine_RmV = (_absorb(draw_keys_Rm1, ids_V) >> 44) & (2**20 - 1)
+    draw_keys_Rm1 = absorb(keys_R[:, None], torch.arange(num_draws, device=keys_R.device))[:, :, None]
+    fine_RmV = (absorb(draw_keys_Rm1, ids_V) >> 44) & (2**20 - 1)
     return _open_uniform(_race_words(draw_keys_Rm1, ids_V) << 20 | fine_RmV)
 
 

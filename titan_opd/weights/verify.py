@@ -1,76 +1,21 @@
-"""Whether an engine holds what the trainer sent: digests of bytes, and what they tell when they differ.
-
-The digest of a tensor whose bytes are the 32-bit words w_0 .. w_(n-1) (the last one filled up with zeros) is
-
-    sum_i w_i k_(i mod B) K_(i div B) + c(n)   modulo 2^64,    B = 65,536,
-
-with fixed odd 64-bit keys k, K drawn once from a seed. It depends on where a byte stands, so tensors whose halves are
-exchanged differ. A change within one word always changes it, because an odd key times a number below 2^32 is not 0. For
-other changes that know nothing of the keys the odds of the same digest are at most about 2^-33 (the worst: only the
-words' highest bits change), and 2^-64 for scattered ones (multilinear hashing: Carter and Wegman, 1979). It is a check
-against faults, not against an attacker.
-"""
+"""Whether an engine holds what the trainer sent: digests of bytes, and what they tell when they differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
+from titan_opd.ops import multi_digest
 from titan_opd.weights.errors import LayoutError, VerificationError
 from titan_opd.weights.pieces import WeightSpec
 
-_BLOCK = 1 << 16  # words; 256 KiB stay in a core's cache while they are read
-_MODULUS = 1 << 64
-_KEYS: dict[torch.device, Tensor] = {}
 _MOST_NAMED = 5
 
 
 def digest(tensor: Tensor) -> int:
-    """64 bits of a tensor's bytes, as a signed integer; equal on every device.
-
-    Args:
-        tensor: of any dtype and shape. One that is not contiguous is copied.
-    """
-    flat = tensor.detach().contiguous().view(-1)
-    words = _words(flat)
-    keys = _keys(flat.device)
-    total = len(flat) * flat.dtype.itemsize
-    blocks = words.split(_BLOCK) if len(words) else ()
-    sums = [(block * keys[: len(block)]).sum() for block in blocks]
-    for index, value in enumerate(torch.stack(sums).tolist() if sums else ()):
-        total += value * _mixed(index)
-    total %= _MODULUS
-    return total - _MODULUS if total >= _MODULUS // 2 else total
-
-
-def _words(flat: Tensor) -> Tensor:
-    if flat.dtype.itemsize >= 4:
-        return flat.view(torch.int32)
-    raw = flat.view(torch.uint8)
-    if raw.storage_offset() % 4:
-        raw = raw.clone()
-    spare = -len(raw) % 4
-    if spare:
-        raw = torch.cat([raw, raw.new_zeros(spare)])
-    return raw.view(torch.int32)
-
-
-def _keys(device: torch.device) -> Tensor:
-    if device not in _KEYS:
-        generator = torch.Generator().manual_seed(0x7174616E)
-        keys = torch.randint(-(1 << 63), (1 << 63) - 1, (_BLOCK,), generator=generator, dtype=torch.int64)
-        _KEYS[device] = (keys | 1).to(device)
-    return _KEYS[device]
-
-
-def _mixed(index: int) -> int:
-    """An odd 64-bit number (splitmix64's finalizer)."""
-    value = (index + 1) * 0x9E3779B97F4A7C15 % _MODULUS
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % _MODULUS
-    value = (value ^ value >> 27) * 0x94D049BB133111EB % _MODULUS
-    return (value ^ value >> 31) | 1
+    """64 bits of a tensor's bytes (`titan_opd.ops.multi_digest`), as a signed integer; equal on every device."""
+    return multi_digest([tensor])[0]
 
 
 # ---- Before a byte is written ----------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ namespace {
 // Bit c: z[c] > floor, or z[c] is NaN.
 inline uint64_t above_mask(const float* z, float floor) {
   uint64_t mask = 0;
-#if defined(__AVX512F__)
+#if defined(TITAN_OPD_AVX512)
   for (int c = 0; c < 64; c += 16) {
     const uint64_t bits = _mm512_cmp_ps_mask(_mm512_loadu_ps(z + c), _mm512_set1_ps(floor), _CMP_NLE_UQ);
     mask |= bits << c;
   }
-#elif defined(__AVX2__)
+#elif defined(TITAN_OPD_AVX2)
   for (int c = 0; c < 64; c += 8) {
     const __m256 above = _mm256_cmp_ps(_mm256_loadu_ps(z + c), _mm256_set1_ps(floor), _CMP_NLE_UQ);
     mask |= static_cast<uint64_t>(_mm256_movemask_ps(above)) << c;
@@ -35,12 +35,12 @@ inline uint64_t above_mask(const float* z, float floor) {
 // Bit c: words[c] <= limit. SSE2 and AVX2 compare signed integers only: flipping the sign bits keeps the order.
 inline uint64_t at_most_mask(const uint32_t* words, uint32_t limit) {
   uint64_t mask = 0;
-#if defined(__AVX512F__)
+#if defined(TITAN_OPD_AVX512)
   for (int c = 0; c < 64; c += 16) {
     const uint64_t bits = _mm512_cmple_epu32_mask(_mm512_loadu_si512(words + c), _mm512_set1_epi32(limit));
     mask |= bits << c;
   }
-#elif defined(__AVX2__)
+#elif defined(TITAN_OPD_AVX2)
   const __m256i sign = _mm256_set1_epi32(INT32_MIN);
   const __m256i flipped_limit = _mm256_xor_si256(_mm256_set1_epi32(limit), sign);
   for (int c = 0; c < 64; c += 8) {

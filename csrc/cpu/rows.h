@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cmath>
-#include <type_traits>
 
 #if defined(__SSE2__)
 #include <immintrin.h>

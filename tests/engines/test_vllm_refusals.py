@@ -12,7 +12,7 @@ from tests.helpers.vllm import CPU, make_student, rollout_config
 from titan_opd.config.schema import RolloutConfig, RolloutVllmConfig
 from titan_opd.models import Decoder
 from titan_opd.rollout.vllm import VllmEngine
-from titan_opd.rollout.vllm_setup import require_vllm
+from titan_opd.rollout.vllm_setup import check_split, require_vllm
 from titan_opd.rollout.vllm_stream import VllmStream
 
 has_vllm = importlib.util.find_spec("vllm") is not None
@@ -50,7 +50,7 @@ def test_small_heads(kind: type) -> None:
     ("options", "complaint"),
     [
         ({"sleep": True}, "rollout.vllm.sleep = true frees a GPU's memory"),
-        ({"tensor_parallel_size": 2}, "rollout.placement = 'workers'"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size = 2 does not divide the trainer's 1 processes"),
     ],
     ids=["sleep", "tensor parallel"],
 )
@@ -74,3 +74,21 @@ def test_a_refusal_leaves_the_environment_alone() -> None:
     with pytest.raises(ValueError, match=r"rollout.engine = 'vllm' needs vllm"):
         require_vllm("rollout.engine")
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_devices", "complaint"),
+    [
+        ({}, 3, "tensor_parallel_size = 3 does not divide the model's 4 attention heads"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "does not divide the model's 3 key and value heads"),
+        ({"intermediate_size": 50}, 4, "does not divide the model's 50 columns"),
+    ],
+)
+def test_a_model_that_cannot_be_split(shape: dict, num_devices: int, complaint: str) -> None:
+    model = make_decoder(**{"head_dim": 32} | shape).config
+    with pytest.raises(ValueError, match=complaint):
+        check_split(model, num_devices, "rollout.vllm.tensor_parallel_size")
+
+
+def test_more_devices_than_key_and_value_heads_share_them() -> None:
+    check_split(make_decoder(head_dim=32).config, 4, "rollout.vllm.tensor_parallel_size")  # two for four

@@ -32,9 +32,9 @@ SHAPES = {
 }
 
 
-def make_student(shape: str, *, seed: int) -> Decoder:
+def make_student(shape: str, *, seed: int, **overrides: int) -> Decoder:
     """A random decoder with rows of padding in its vocabulary."""
-    return make_decoder(seed=seed, vocab_size=NUM_ROWS, **SHAPES[shape])
+    return make_decoder(seed=seed, vocab_size=NUM_ROWS, **SHAPES[shape] | overrides)
 
 
 def rollout_config(**changes: object) -> RolloutConfig:

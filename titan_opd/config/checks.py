@@ -140,17 +140,7 @@ def _check_vllm(config: Config) -> None:
                 f"{name}.fixed_shapes = true is a promise that vLLM does not make; leave it out, or set "
                 f"{name}.engine = 'native'"
             )
-        if section.engine == "vllm" and section.placement == "colocated" and section.vllm.tensor_parallel_size > 1:
-            raise ValueError(
-                f"{name}.vllm.tensor_parallel_size = {section.vllm.tensor_parallel_size} needs processes of its own; "
-                f"set {name}.placement = 'workers'"
-            )
-    overlaps = config.rollout.placement == "workers" or config.schedule.mode != "sync"
-    if config.rollout.vllm.sleep and overlaps:
-        raise ValueError(
-            "rollout.vllm.sleep = true frees memory while the trainer works, and here answers are written meanwhile; "
-            "leave it out, or set rollout.placement = 'colocated' and schedule.mode = 'sync'"
-        )
+    _check_vllm_place(config)
     objective = config.objective
     if config.teacher.engine == "vllm" and (objective.support == "dense" or objective.kind == "mc_forward_kl"):
         what = "whole vocabularies" if objective.support == "dense" else "the teacher's own draws"
@@ -158,6 +148,26 @@ def _check_vllm(config: Config) -> None:
             f"objective.kind = {objective.kind!r}, support = {objective.support!r} needs {what}, which vLLM does not "
             "hand out; set teacher.engine = 'native', or choose a sparse support"
         )
+
+
+def _check_vllm_place(config: Config) -> None:
+    """What an engine can do only inside the trainer's processes, and what only beside them."""
+    beside_trainer = config.schedule.mode != "sync" or "workers" in (config.rollout.placement, config.teacher.placement)
+    inside = "rollout.placement = 'colocated' and schedule.mode = 'sync', with the teacher colocated too"
+    if config.rollout.vllm.sleep and beside_trainer:
+        raise ValueError(
+            "rollout.vllm.sleep = true frees memory while the trainer works, and here answers are written meanwhile; "
+            f"leave it out, or set {inside}"
+        )
+    for name, section in (("rollout", config.rollout), ("teacher", config.teacher)):
+        if section.engine != "vllm" or section.placement == "workers" or section.vllm.tensor_parallel_size == 1:
+            continue
+        if name == "teacher" or beside_trainer:
+            otherwise = "" if name == "teacher" else f", or {inside}"
+            raise ValueError(
+                f"{name}.vllm.tensor_parallel_size = {section.vllm.tensor_parallel_size} needs devices beside those of "
+                f"the trainer's processes; set {name}.placement = 'workers'{otherwise}"
+            )
 
 
 def _check_weights(config: Config) -> None:

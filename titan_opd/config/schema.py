@@ -98,7 +98,12 @@ class VllmConfig:
         0, "most tokens of a sequence, when more than the longest prompt and answer are wanted", minimum=0
     )
     enforce_eager: bool = option(False, "no CUDA graphs and no compilation; on a CPU it is always so")
-    tensor_parallel_size: int = option(1, "devices that share one engine, in worker processes only", minimum=1)
+    tensor_parallel_size: int = option(
+        1,
+        "devices that share one engine: a worker's, or as many of the trainer's processes where the answers are "
+        "written in them (`placement = \"colocated\"` in a schedule without overlap)",
+        minimum=1,
+    )
 
     def __post_init__(self) -> None:
         check_section(self, "vllm")

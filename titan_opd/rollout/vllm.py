@@ -1,12 +1,14 @@
 """`VllmEngine`: vLLM in the trainer's own processes, which writes while the trainer waits.
 
 The engine is vLLM's `LLM` under `distributed_executor_backend="external_launcher"`: it joins the trainer's process
-group, one engine in each process, and takes the trainer's tensors as they are.
+group and takes the trainer's tensors as they are. An engine lives in one process, or in `tensor_parallel_size`
+neighbouring ones, its members. Each member has a scheduler of its own, so all must be asked the same in the same order:
+`generate` pools what the members are asked and gives each of them the answers to its own samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import DecoderConfig
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording
 from titan_opd.rollout.update import NamedTensors
+from titan_opd.rollout.vllm_members import join_members
 from titan_opd.rollout.vllm_setup import open_llm, prepare_engine
 from titan_opd.weights.pieces import WeightSpec
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 class VllmEngine:
     """Writes whole batches with the newest weights; a `RolloutEngine`.
+
+    All members of an engine make the same calls in the same order.
 
     Args:
         model: the student's shape.
@@ -59,6 +64,7 @@ class VllmEngine:
         device: torch.device,
     ) -> None:
         check_colocated(config, device)
+        self._members = join_members(config.vllm.tensor_parallel_size)
         prepared = prepare_engine(
             model,
             config=config,
@@ -91,7 +97,7 @@ class VllmEngine:
         """One answer for each sample, in the order of `samples`.
 
         Args:
-            samples: what to answer.
+            samples: what to answer. Those of other members may be others, or the same ones under the same numbers.
             sampling: how tokens are drawn; `stop_ids` are joined with the engine's own.
             recording: what to write down beside the token and its log-probability.
 
@@ -99,9 +105,14 @@ class VllmEngine:
             ValueError: a prompt is empty or too long, the settings cannot be met, or there are no complete weights.
         """
         self._weights.check()
-        self._requests.check(samples, sampling, recording)
-        if not samples:
+        pooled = self._members.pool(samples)
+        self._requests.check(pooled, sampling, recording)
+        if not pooled:
             return []
+        answers = {answer.sample.number: answer for answer in self._write(pooled, sampling, recording)}
+        return [answers[sample.number] for sample in samples]
+
+    def _write(self, samples: Sequence[Sample], sampling: SamplingConfig, recording: Recording) -> Iterator[Trajectory]:
         self._wake({"weights", "kv_cache"})
         keys = [f"sample-{sample.number}" for sample in samples]
         outputs = self._llm.generate(
@@ -116,18 +127,17 @@ class VllmEngine:
         if self._sleeps:
             self._llm.sleep(level=1)
             self._awake = set()
-        return [
-            self._requests.trajectory(
+        for sample, output, record in zip(samples, outputs, records, strict=True):
+            num_tokens = len(output.outputs[0].token_ids)
+            yield self._requests.trajectory(
                 sample,
                 sampling,
                 recording,
                 output.outputs[0],
                 records=record,
-                policy_versions=torch.full((len(output.outputs[0].token_ids),), self.policy_version, dtype=torch.int32),
+                policy_versions=torch.full((num_tokens,), self.policy_version, dtype=torch.int32),
                 kv_versions=None,
             )
-            for sample, output, record in zip(samples, outputs, records, strict=True)
-        ]
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +181,7 @@ class VllmEngine:
         """Nothing waits: whoever calls `load_weights` does not call `generate` meanwhile."""
 
     def digests(self) -> Mapping[str, int]:
-        return self._layerwise.digests
+        return self._members.agreed_digests(self._layerwise.digests)
 
     def logprobs(self, token_ids: list[int]) -> Tensor:
         self._wake({"weights", "kv_cache"})
@@ -188,11 +198,6 @@ class VllmEngine:
 
 def check_colocated(config: RolloutConfig, device: torch.device) -> None:
     """Raise a ValueError when the settings do not fit an engine inside the trainer's processes."""
-    if config.vllm.tensor_parallel_size > 1:
-        raise ValueError(
-            f"rollout.vllm.tensor_parallel_size = {config.vllm.tensor_parallel_size} needs processes of its own; set "
-            "rollout.placement = 'workers'"
-        )
     if config.vllm.sleep and device.type == "cpu":
         raise ValueError(
             "rollout.vllm.sleep = true frees a GPU's memory between rollouts; on a CPU vLLM passes over it and would "

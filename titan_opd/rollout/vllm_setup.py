@@ -10,6 +10,7 @@ import json
 import os
 import random
 import tempfile
+import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -86,6 +87,18 @@ def check_model(model: DecoderConfig, dtype: str, option: str, *, on_cpu: bool) 
             f"{option} = {dtype!r} crashes in vLLM's attention on CPUs with AMX, or gives wrong text there; set it to "
             "'float32', or use a GPU"
         )
+
+
+def check_split(model: DecoderConfig, num_devices: int, option: str) -> None:
+    """Raise a ValueError when vLLM cannot split the model over `num_devices`, which `option` asks for."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    for what, count in (
+        ("attention heads", heads),
+        ("key and value heads", max(kv_heads, num_devices) if num_devices % kv_heads == 0 else kv_heads),
+        ("columns of the feed-forward layers", model.intermediate_size),
+    ):
+        if count % num_devices:
+            raise ValueError(f"{option} = {num_devices} does not divide the model's {count} {what}; choose a divisor")
 
 
 def write_model(model: DecoderConfig, *, vocab_size: int, context: int) -> tempfile.TemporaryDirectory:
@@ -185,6 +198,7 @@ def prepare_engine(
         ValueError: vLLM is missing, or cannot run this model or these settings here.
     """
     check_model(model, config.dtype, "rollout.dtype", on_cpu=device.type == "cpu")
+    check_split(model, config.vllm.tensor_parallel_size, "rollout.vllm.tensor_parallel_size")
     if draws:
         use_first_runner()
     require_vllm("rollout.engine")
@@ -217,8 +231,8 @@ def prepare_engine(
 def open_llm(**arguments: Any) -> Any:
     """An `LLM` in this process, for as long as the process lives.
 
-    In the trainer's processes it joins their process group, one engine in each; elsewhere it is on its own. What vLLM
-    changes for the whole process is put back.
+    In the trainer's processes it joins their process group, with one engine in every `tensor_parallel_size` of them;
+    elsewhere it is on its own. What vLLM changes for the whole process is put back.
 
     Args:
         arguments: of `LLM`. A `distributed_executor_backend` among them is kept.
@@ -247,7 +261,7 @@ def _inside_this_process() -> Iterator[dict[str, Any]]:
         os.environ.update({"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())})
         os.environ.setdefault("LOCAL_RANK", "0")
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), _own_shared_memory():
             yield place
     finally:
         torch.set_num_threads = set_num_threads
@@ -255,6 +269,28 @@ def _inside_this_process() -> Iterator[dict[str, Any]]:
         numpy.random.set_state(random_states[1])
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+@contextlib.contextmanager
+def _own_shared_memory() -> Iterator[None]:
+    """Let the trainer's processes on a CPU find the shared memory of their own engines.
+
+    vLLM's tensor-parallel ranks exchange activations there, and under an external launcher it names that memory after
+    the ranks' numbers alone: two runs on one machine would write into one another's.
+    """
+    if torch.cuda.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, src=0)
+    by_ranks = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{by_ranks(communicator)}-{names[0]}")
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(by_ranks)
 
 
 def sequence_tokens(options: VllmConfig, wanted: int) -> int:

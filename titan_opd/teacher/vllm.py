@@ -23,6 +23,7 @@ from titan_opd.losses import TeacherScores
 from titan_opd.models import DecoderConfig
 from titan_opd.rollout.vllm_setup import (
     check_model,
+    check_split,
     engine_arguments,
     open_llm,
     require_vllm,
@@ -60,6 +61,7 @@ class VllmScorer:
     ) -> None:
         model = DecoderConfig.from_directory(folder)
         check_model(model, config.dtype, "teacher.dtype", on_cpu=device.type == "cpu")
+        check_split(model, config.vllm.tensor_parallel_size, "teacher.vllm.tensor_parallel_size")
         if objective.support == "dense" or objective.kind == "mc_forward_kl":
             raise ValueError(
                 f"objective.kind = {objective.kind!r}, support = {objective.support!r} needs whole vocabularies of the "

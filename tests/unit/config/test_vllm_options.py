@@ -23,6 +23,7 @@ steps = 1
 """
 STUDENT = {"rollout.engine": "vllm"}
 TEACHER = {"teacher.engine": "vllm"}
+SPLIT = {"rollout.vllm.tensor_parallel_size": "2"}
 WORKERS = {"rollout.placement": "workers", "rollout.workers": "1"}
 
 
@@ -32,11 +33,15 @@ def load(folder: Path, options: dict[str, str]) -> object:
 
 
 def test_a_run_with_vllm(tmp_path: Path) -> None:
-    options = {"rollout.vllm.tensor_parallel_size": "2", "rollout.python": ".venv-vllm/bin/python"}
-    config = load(tmp_path, STUDENT | TEACHER | WORKERS | options)
+    options = {"rollout.python": ".venv-vllm/bin/python"}
+    config = load(tmp_path, STUDENT | TEACHER | WORKERS | SPLIT | options)
     assert config.rollout.vllm.tensor_parallel_size == 2
     assert config.rollout.python == ".venv-vllm/bin/python"
     assert config.teacher.vllm.search_k == 1024
+
+
+def test_an_engine_over_the_trainers_processes(tmp_path: Path) -> None:
+    assert load(tmp_path, STUDENT | SPLIT).rollout.vllm.tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,9 @@ def test_a_run_with_vllm(tmp_path: Path) -> None:
         (STUDENT | {"rollout.python": "python3"}, r"rollout.python = 'python3' .* rollout.workers = 0"),
         (STUDENT | {"rollout.fixed_shapes": "true"}, "rollout.fixed_shapes = true is a promise"),
         (TEACHER | {"teacher.fixed_shapes": "true"}, "teacher.fixed_shapes = true is a promise"),
-        (STUDENT | {"rollout.vllm.tensor_parallel_size": "2"}, "set rollout.placement = 'workers'"),
+        (STUDENT | SPLIT | {"schedule.mode": "async"}, "tensor_parallel_size = 2 needs devices beside"),
+        (STUDENT | SPLIT | {"teacher.placement": "workers", "teacher.workers": "1"}, "needs devices beside"),
+        (TEACHER | {"teacher.vllm.tensor_parallel_size": "2"}, "set teacher.placement = 'workers'$"),
         (STUDENT | WORKERS | {"rollout.vllm.sleep": "true"}, "rollout.vllm.sleep = true frees memory"),
         (STUDENT | {"rollout.vllm.sleep": "true", "schedule.mode": "async"}, "rollout.vllm.sleep = true frees memory"),
         (TEACHER | {"objective.support": "dense"}, "needs whole vocabularies, which vLLM does not hand out"),

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.distributed import weight_cases
+from tests.engines import vllm_cases as cases
 from tests.engines.writing import VOCAB_SIZE, make_samples
 from tests.helpers.vllm import CPU, make_student, needs_vllm, recomputed_logprobs, rollout_config
 from titan_opd.config.schema import RolloutConfig, RolloutVllmConfig, SamplingConfig
 from titan_opd.data.records import Trajectory
 from titan_opd.models import Decoder
+from titan_opd.parallel import open_world
 from titan_opd.rollout import NativeEngine, Recording
 from titan_opd.rollout.vllm_stream import VllmStream
+from titan_opd.rollout.vllm_weights import Bucket
+from titan_opd.weights.errors import LayoutError, VerificationError
 
 pytestmark = needs_vllm
 LONG = SamplingConfig(max_new_tokens=100)
@@ -47,26 +57,54 @@ def student() -> Decoder:
     return make_student("llama, tied", seed=0)
 
 
+@dataclass(frozen=True)
+class Running:
+    """An engine, and what it said before its first weights. A start takes half a minute, so tests share it."""
+
+    stream: VllmStream
+    was_serving: bool
+    refusal: str
+
+
+@contextmanager
+def start(student: Decoder, **options: bool) -> Iterator[Running]:
+    stream = make_stream(student, **options)
+    try:
+        was_serving = stream.is_serving
+        with pytest.raises(ValueError) as refusal:  # noqa: PT011 (a test looks at the text)
+            stream.submit(make_samples(1), SHORT)
+        yield Running(stream, was_serving, str(refusal.value))
+    finally:
+        stream.close()
+
+
 @pytest.fixture(scope="module")
-def running(student: Decoder) -> Iterator[VllmStream]:
-    stream = make_stream(student)
-    yield stream
-    stream.close()
+def running(student: Decoder) -> Iterator[Running]:
+    with start(student) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain(student: Decoder) -> Iterator[Running]:
+    """It keeps its cache over an update, and makes no records of draws."""
+    with start(student, recompute_kv=False, draws=False) as running:
+        yield running
 
 
 @pytest.fixture
-def stream(student: Decoder, running: VllmStream) -> VllmStream:
+def stream(student: Decoder, running: Running) -> VllmStream:
     """With the student's weights and nothing to do, whatever the test before has left."""
-    running.cancel(range(1000))
-    running.load_weights(student.named_parameters(), running.policy_version + 1)
-    return running
+    stream = running.stream
+    stream.cancel(range(1000))
+    stream.load_weights(student.named_parameters(), stream.policy_version + 1)
+    return stream
 
 
 def wait_for_tokens(stream: VllmStream, count: int) -> None:
     """Until each running sequence has as many tokens."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        written = stream._numbers_written().values()
+        written = stream._process.numbers_written().values()
         if written and min(written) >= count:
             return
         time.sleep(0.001)
@@ -80,17 +118,9 @@ def finish(stream: VllmStream) -> list[Trajectory]:
     return sorted(answers, key=lambda answer: answer.sample.number)
 
 
-def test_nothing_is_written_before_the_first_weights(student: Decoder) -> None:
-    stream = make_stream(student, draws=False)
-    try:
-        assert not stream.is_serving
-        with pytest.raises(ValueError, match="given no weights yet"):
-            stream.submit(make_samples(1), SHORT)
-        stream.load_weights(student.named_parameters(), 0)
-        with pytest.raises(ValueError, match="draws = True"):
-            stream.submit(make_samples(1), SHORT, Recording(num_samples=2))
-    finally:
-        stream.close()
+def test_nothing_is_written_before_the_first_weights(running: Running) -> None:
+    assert not running.was_serving
+    assert "given no weights yet" in running.refusal
 
 
 def test_logprobs_and_candidates_are_of_the_distribution_sampled_from(student: Decoder, stream: VllmStream) -> None:
@@ -140,28 +170,31 @@ def test_after_an_update_in_flight_every_token_is_the_new_models(
         assert answer.kv_versions is None
 
 
-def test_an_old_cache_is_told(student: Decoder) -> None:
+def test_an_old_cache_is_told(student: Decoder, plain: Running) -> None:
     """The tokens after the update are of a mixture, and `kv_versions` says of which oldest version."""
-    stream = make_stream(student, recompute_kv=False, draws=False)
-    try:
-        stream.load_weights(student.named_parameters(), 0)
-        stream.submit(make_samples(4), LONG)
-        wait_for_tokens(stream, 10)
-        new = make_student("llama, tied", seed=1)
-        stream.load_weights(new.named_parameters(), 1)
-        (later,) = make_samples(9)[8:]
-        stream.submit([later], LONG)
-        answers = finish(stream)
-        by_new = recomputed_logprobs(new, answers)
-        for answer, new_N in zip(answers[:4], by_new, strict=False):
-            is_new_N = answer.policy_versions == 1
-            assert 0 < int(is_new_N.sum()) < 100
-            assert answer.kv_versions.tolist() == [0] * 100
-            assert float((answer.behavior_logprobs - new_N)[is_new_N].abs().max()) > 0.01
-        assert answers[4].kv_versions is None
-        torch.testing.assert_close(answers[4].behavior_logprobs, by_new[4], atol=1e-4, rtol=0)
-    finally:
-        stream.close()
+    stream = plain.stream
+    stream.load_weights(student.named_parameters(), 0)
+    stream.submit(make_samples(4), LONG)
+    wait_for_tokens(stream, 10)
+    new = make_student("llama, tied", seed=1)
+    stream.load_weights(new.named_parameters(), 1)
+    (later,) = make_samples(9)[8:]
+    stream.submit([later], LONG)
+    answers = finish(stream)
+    by_new = recomputed_logprobs(new, answers)
+    for answer, new_N in zip(answers[:4], by_new, strict=False):
+        is_new_N = answer.policy_versions == 1
+        assert 0 < int(is_new_N.sum()) < 100
+        assert answer.kv_versions.tolist() == [0] * 100
+        assert float((answer.behavior_logprobs - new_N)[is_new_N].abs().max()) > 0.01
+    assert answers[4].kv_versions is None
+    torch.testing.assert_close(answers[4].behavior_logprobs, by_new[4], atol=1e-4, rtol=0)
+
+
+def test_records_that_nobody_makes_are_refused(student: Decoder, plain: Running) -> None:
+    plain.stream.load_weights(student.named_parameters(), plain.stream.policy_version)
+    with pytest.raises(ValueError, match="draws = True"):
+        plain.stream.submit(make_samples(1), SHORT, Recording(num_samples=2))
 
 
 def test_samples_come_and_go(stream: VllmStream) -> None:
@@ -229,35 +262,164 @@ def test_a_wrong_name_leaves_the_old_version_in_service(student: Decoder, stream
 
 
 def test_no_weights_stay_in_shared_memory(stream: VllmStream) -> None:
-    assert not list(Path("/dev/shm").glob(f"{Path(stream._bucket.path).name}*"))
+    assert not list(Path("/dev/shm").glob(f"{Path(stream._process.bucket.path).name}*"))
 
 
-def test_its_death_is_an_error_of_step(student: Decoder) -> None:
-    stream = make_stream(student, draws=False)
-    try:
-        stream.load_weights(student.named_parameters(), 0)
-        stream.submit(make_samples(4), LONG)
-        (pid,) = stream._run(stream._llm.collective_rpc("process_number"))
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match=r"(?i)engine"):
-            finish(stream)
-    finally:
-        stream.close()
+# ---- From a trainer, by every transport ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainer(student: Decoder) -> cases.Trainer:
+    """Of one process, this one. Its group stays: vLLM keeps groups of it for as long as the process lives."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with open_world() as world:
+        return cases.Trainer(make_student("llama, tied", seed=2), world, cases.LAYOUTS["1x1"])
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder on the file system in memory."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="titan-opd-test-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "channel", "process_group"])
+def test_an_updated_engine_equals_a_fresh_one(
+    trainer: cases.Trainer, stream: VllmStream, transport: str, memory: Path, tmp_path: Path
+) -> None:
+    before = cases.read(stream)
+    with cases.published(trainer, transport, memory) as ends:
+        for step in range(2):
+            trainer.step(step)
+            ends.update(stream)
+            assert ends.receiver.transport == transport
+            now, fresh = cases.read(stream), cases.read_fresh(trainer.export(tmp_path / str(step)))
+            assert now.tokens == fresh.tokens
+            assert now.gap(fresh) <= 1e-5
+            assert now.gap(before) > 0.01
+            before = now
+
+
+# ---- Faults on the way -----------------------------------------------------------------------------------------------
+
+
+def assert_poisoned(stream: VllmStream) -> None:
+    assert not stream.is_serving
+    with pytest.raises(ValueError, match="incomplete weight update"):
+        stream.submit(make_samples(1), SHORT)
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    [
+        ({"num_hidden_layers": 1}, "9 of 20 parameters are missing: 'model.layers.1."),
+        (
+            {"intermediate_size": 56},
+            r"'model.layers.0.mlp.gate_proj.weight' is of shape \[56, 32\], the engine's \[48, 32",
+        ),
+    ],
+    ids=["a name missing", "a shape wrong"],
+)
+def test_weights_of_another_model_leave_the_old_version_in_service(
+    trainer: cases.Trainer, stream: VllmStream, memory: Path, shape: dict[str, int], complaint: str
+) -> None:
+    version, before = stream.policy_version, cases.read(stream)
+    other = make_student("llama, tied", seed=1, **shape)
+    with (
+        cases.published(trainer, "shared_memory", memory, student=other) as ends,
+        pytest.raises(LayoutError, match=complaint),
+    ):
+        ends.update(stream)
+    assert (stream.is_serving, stream.policy_version) == (True, version)
+    assert cases.read(stream).tokens == before.tokens
+
+
+@pytest.mark.parametrize("place", ["between trainer and engine", "between engine and vLLM"])
+def test_a_byte_flipped_in_shared_memory_is_found(
+    trainer: cases.Trainer,
+    stream: VllmStream,
+    memory: Path,
+    tmp_path: Path,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream.submit(make_samples(2), LONG)
+    bucket = stream._process.bucket
+
+    def fill(tensors: list) -> Iterator[list]:
+        for layout in Bucket.fill(bucket, tensors):
+            name, _, _, begin = layout[0]
+            bucket._bytes[begin + 5] ^= 1 << 2 if name == "model.embed_tokens.weight" else 0
+            yield layout
+
+    with cases.published(trainer, "shared_memory", memory) as ends:
+        ends.publish(stream.policy_version + 1)
+        if place == "between trainer and engine":
+            ends.flip_byte(memory)
+        else:
+            monkeypatch.setattr(bucket, "fill", fill)
+        with pytest.raises(VerificationError, match=r"1 of 20 .*'model.embed_tokens.weight' differs"):
+            ends.take(stream)
+        assert_poisoned(stream)
+        with pytest.raises(ValueError, match="incomplete weight update"):  # and nothing of what was being written
+            stream.step()
+        monkeypatch.undo()
+        ends.update(stream)
+    assert len(finish(stream)) == 2
+    assert cases.read(stream).gap(cases.read_fresh(trainer.export(tmp_path / "repaired"))) <= 1e-5
+
+
+# ---- Two workers for one engine --------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_two_workers_share_one_engine(student: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_share_one_engine(trainer: cases.Trainer, memory: Path, tmp_path: Path) -> None:
     """Tensor parallelism; the vocabulary of 101 tokens does not divide."""
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM asks for it on a CPU
     options = RolloutVllmConfig(kv_cache_mb=64, tensor_parallel_size=2)
+    student = make_student("llama, tied", seed=1)
     stream = make_stream(student, config=rollout_config(vllm=options))
     try:
-        for version, model in enumerate((student, make_student("llama, tied", seed=1))):
-            stream.load_weights(model.named_parameters(), version)
-            for recording in (Recording(top_k=3), Recording(num_samples=3)):
-                answers = stream.generate(make_samples(6), SHORT, recording)
-                for answer, expected in zip(answers, recomputed_logprobs(model, answers, temperature=0.7), strict=True):
-                    torch.testing.assert_close(answer.behavior_logprobs, expected, atol=1e-4, rtol=0)
+        stream.load_weights(student.named_parameters(), 0)
+        for recording in (Recording(top_k=3), Recording(num_samples=3)):
+            answers = stream.generate(make_samples(6), SHORT, recording)
+            for answer, expected in zip(answers, recomputed_logprobs(student, answers, temperature=0.7), strict=True):
+                torch.testing.assert_close(answer.behavior_logprobs, expected, atol=1e-4, rtol=0)
+        for transport in ("shared_memory", "channel"):
+            with cases.published(trainer, transport, memory) as ends:
+                trainer.step(5)
+                ends.update(stream)
+                now, fresh = cases.read(stream), cases.read_fresh(trainer.export(tmp_path / transport))
+                assert now.tokens == fresh.tokens
+                assert now.gap(fresh) <= 1e-5
     finally:
         stream.close()
+
+
+# ---- Deaths, which end the engines that the tests above share --------------------------------------------------------
+
+
+def kill_worker(stream: VllmStream) -> None:
+    (pid,) = stream._process.run(stream._process.llm.collective_rpc("process_number"))
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_its_death_is_an_error_of_step(student: Decoder, stream: VllmStream) -> None:
+    stream.submit(make_samples(4), LONG)
+    kill_worker(stream)
+    with pytest.raises(RuntimeError, match=r"(?i)engine"):
+        finish(stream)
+
+
+def test_its_death_in_the_middle_of_an_update_is_an_error_of_the_update(
+    trainer: cases.Trainer, plain: Running, memory: Path
+) -> None:
+    """A worker that is told of it ends, and is started anew with an engine that knows no weights."""
+    stream = plain.stream
+    with cases.published(trainer, "shared_memory", memory) as ends:
+        ends.publish(stream.policy_version + 1)
+        dying = weight_cases.Dying(stream, on_write=2, action=lambda: kill_worker(stream))
+        with pytest.raises(RuntimeError, match="vLLM's processes have died"):
+            ends.take(dying)
+    assert_poisoned(stream)

@@ -1,8 +1,7 @@
 """`VllmStream`: vLLM in processes of its own, which writes all the time while this one steers it.
 
-The engine is vLLM's `AsyncLLM`. It has an event loop in a thread here, and its scheduler and model in further
-processes; what is submitted is written whether anybody calls `step` or not. New weights go in between two of its steps
-(`pause_generation(mode="keep")`).
+The engine is vLLM's `AsyncLLM` (`vllm_process`): what is submitted is written whether anybody calls `step` or not. New
+weights go in between two of its steps (`pause_generation(mode="keep")`).
 
 Shape suffix: N response tokens.
 """
@@ -13,8 +12,7 @@ import asyncio
 import itertools
 import logging
 import queue
-import threading
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _STEP_SECONDS = 0.05  # how long `step` waits for an answer to end
-_SETTLE_SECONDS = 0.01
 
 
 @dataclass(eq=False)
@@ -106,7 +103,8 @@ class VllmStream:
             device=device,
         )
         self._requests, self._folder = prepared.requests, prepared.folder
-        from titan_opd.rollout.vllm_weights import Bucket, VllmWeights
+        from titan_opd.rollout.vllm_process import VllmProcess
+        from titan_opd.rollout.vllm_weights import VllmWeights
 
         self._max_concurrent = config.max_concurrent
         self._recompute_kv = recompute_kv
@@ -115,67 +113,24 @@ class VllmStream:
         self._writing: dict[int, _Writing] = {}
         self._ended: queue.SimpleQueue[tuple[_Writing, Trajectory | BaseException]] = queue.SimpleQueue()
         self._keys = itertools.count()
-        self._llm: Any = None
-        self._is_paused = False
-        self._is_updating = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._thread.start()
         self._weights = VllmWeights(model, getattr(torch, config.dtype), self)
         try:
-            self._llm = self._run(self._open(prepared.arguments))
-            self._bucket = Bucket(self._weights.specs())
-            try:
-                self._run(self._share(self._bucket.path, self._bucket.num_bytes))
-            finally:
-                self._bucket.unlink()
+            self._process = VllmProcess(prepared.arguments, self._weights.specs(), clear_cache=recompute_kv)
         except BaseException:
-            self.close()
+            self._folder.cleanup()
             raise
-
-    async def _open(self, arguments: dict[str, Any]) -> Any:
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from titan_opd.rollout.vllm_receiver import BACKEND
-
-        transfer = WeightTransferConfig(backend=BACKEND)
-        llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                logprobs_mode="processed_logprobs",
-                weight_transfer_config=transfer,
-                enable_log_requests=False,
-                **arguments,
-            )
-        )
-        await llm.collective_rpc("end_with_parent")
-        return llm
-
-    async def _share(self, path: str, num_bytes: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        request = WeightTransferInitRequest(init_info={"path": path, "num_bytes": num_bytes})
-        await self._llm.init_weight_transfer_engine(request)
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
         """End vLLM's processes."""
-        self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._process.run(self._end([one.task for one in self._writing.values() if one.task is not None]))
+        self._process.close()
         self._folder.cleanup()
 
-    async def _end(self) -> None:
-        tasks = [one.task for one in self._writing.values() if one.task is not None]
+    @staticmethod
+    async def _end(tasks: list[asyncio.Task]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._llm is not None:
-            self._llm.shutdown()
 
     # ---- Answers -----------------------------------------------------------------------------------------------------
 
@@ -246,13 +201,13 @@ class VllmStream:
         for sample in samples:
             key = f"sample-{sample.number}-{next(self._keys)}"
             self._writing[sample.number] = _Writing(sample, key, self.policy_version)
-        self._run(self._start([self._writing[sample.number] for sample in samples], sampling, recording))
+        self._process.run(self._start([self._writing[sample.number] for sample in samples], sampling, recording))
 
     async def _start(self, batch: list[_Writing], sampling: SamplingConfig, recording: Recording) -> None:
         for one in batch:
             one.task = asyncio.create_task(self._write(one, sampling, recording))
         # Until vLLM knows them all: an update that follows would take those that it does not know for ended.
-        while any(one.key not in self._numbers_written() and not one.task.done() for one in batch):
+        while any(one.key not in self._process.numbers_written() and not one.task.done() for one in batch):
             await asyncio.sleep(0)
 
     async def _write(self, one: _Writing, sampling: SamplingConfig, recording: Recording) -> None:
@@ -263,11 +218,11 @@ class VllmStream:
         )
         prompt = {"prompt_token_ids": one.sample.prompt.token_ids.tolist()}
         try:
-            async for output in self._llm.generate(prompt, params, one.key):
+            async for output in self._process.llm.generate(prompt, params, one.key):
                 answer = output.outputs[0]
             records = None
             if self._draws:
-                records = (await self._llm.collective_rpc("take_draws", args=([one.key],)))[0][0]
+                records = (await self._process.llm.collective_rpc("take_draws", args=([one.key],)))[0][0]
             policy_versions, kv_versions = self._versions(one, answer)
             result = self._requests.trajectory(
                 one.sample,
@@ -321,16 +276,13 @@ class VllmStream:
         """
         dropped = [self._writing.pop(number) for number in set(numbers) if number in self._writing]
         if dropped:
-            self._run(self._abort(dropped))
+            self._process.run(self._abort(dropped))
         return [one.sample for one in dropped]
 
     async def _abort(self, dropped: list[_Writing]) -> None:
-        tasks = [one.task for one in dropped if one.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end([one.task for one in dropped if one.task is not None])
         if self._draws:
-            await self._llm.collective_rpc("take_draws", args=([one.key for one in dropped],))
+            await self._process.llm.collective_rpc("take_draws", args=([one.key for one in dropped],))
 
     # ---- Versions of tokens ------------------------------------------------------------------------------------------
 
@@ -388,61 +340,26 @@ class VllmStream:
 
     def begin(self) -> None:
         """Of `vllm_weights.Carrier`, as all until `logprobs`: the engine is its own way to vLLM's workers."""
-        self._run(self._pause())
-        if self._is_updating:  # one that broke off: vLLM wants it ended, with whatever has come
-            self._run(self._llm.finish_weight_update())
-        self._is_updating = True
-        self._run(self._llm.start_weight_update())
-
-    async def _pause(self) -> None:
-        if self._is_paused:  # after an update that broke off
-            return
-        self._is_paused = True
-        await self._llm.pause_generation(mode="keep", clear_cache=self._recompute_kv)
-        # The outputs of the last step are on their way through the loop: the numbers of tokens have to settle.
-        before = None
-        while before != (before := self._numbers_written()):
-            await asyncio.sleep(_SETTLE_SECONDS)
-
-    def _numbers_written(self) -> dict[str, int]:
-        """How many tokens of each request have come, by the request's key."""
-        states = self._llm.output_processor.request_states.values()
-        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+        self._process.begin_update()
 
     def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        for layout in self._bucket.fill(tensors):
-            self._run(self._llm.update_weights(WeightTransferUpdateRequest(update_info={"layout": layout})))
+        self._process.send(tensors)
 
     def finish(self, version: int) -> None:
-        self._run(self._llm.finish_weight_update(str(version)))
-        self._is_updating = False
-        written = self._numbers_written()
+        self._process.finish_update(version)
+        written = self._process.numbers_written()
         for one in self._writing.values():
             if one.key in written:
                 one.marks.append((written[one.key], version))
 
     def resume(self) -> None:
-        if self._is_paused:
-            self._run(self._llm.resume_generation())
-            self._is_paused = False
+        self._process.resume()
 
     def digests(self) -> Mapping[str, int]:
-        first, *others = self._run(self._llm.collective_rpc("weight_digests"))
-        for rank, other in enumerate(others, start=1):
-            if other != first:
-                raise ValueError(f"vLLM's worker {rank} received other bytes than worker 0")
-        return first
+        return self._process.digests()
 
     def logprobs(self, token_ids: list[int]) -> Tensor:
         # The paused scheduler starts nothing: whatever is being written goes on from here. If the answer is wrong, the
         # update fails, and nothing that was written is handed out.
-        self.resume()
-        return self._run(self._read(token_ids))
-
-    async def _read(self, token_ids: list[int]) -> Tensor:
-        params = self._requests.prompt_parameters(0)
-        async for output in self._llm.generate({"prompt_token_ids": token_ids}, params, f"text-{next(self._keys)}"):
-            final = output
-        return self._requests.prompt_logprobs(final)[1][:, 0]
+        self._process.resume()
+        return self._process.logprobs(token_ids)

@@ -48,6 +48,7 @@ from titan_opd.schedule import JOURNAL_FILE, Journal, TrainedSample
 from titan_opd.schedule.replay import ReplaySchedule, payload_file
 from titan_opd.schedule.samples_file import write_samples
 from titan_opd.weights import named_weights
+from titan_opd.weights.gap import FLOOR, floor_metrics
 from titan_opd.workers.launch import Continuation, Schedule, open_schedule
 from titan_opd.workers.weights import describe_weights
 
@@ -136,6 +137,7 @@ class Run:
         self._continuation: Continuation | None = None
         self._schedule: Schedule | None = None
         self._watchdog: Watchdog | None = None
+        self._probe_floor: float | None = None
 
     @classmethod
     def open(cls, config: Config, world: World, clock: PhaseClock, *, resume: bool) -> Run:
@@ -192,6 +194,7 @@ class Run:
             state = load_trainer(self.checkpoint, model=parts.model, optimizer=learner.optimizer)
             parts.prompts.load_state_dict(state["prompts"])
             learner.steps_taken = state["optimizer_steps"]
+            self._probe_floor = state.get("probe_floor")
             parts.engine.load_weights(named_weights(parts.student), self.step)
             if state.get("schedule") is not None:
                 self._continuation = Continuation(state["schedule"], load_samples(self.checkpoint))
@@ -287,6 +290,8 @@ class Run:
             staleness = self._staleness(scored)
             trace.counter("staleness", mean=staleness["staleness/mean"], max=staleness["staleness/max"])
             metrics = {**metrics, **staleness}
+        metrics = {**metrics, **floor_metrics(metrics, self._probe_floor)}
+        self._probe_floor = metrics.get(FLOOR)
         times = self._clock.take()
         self.summary.times += times
         self.step += 1
@@ -321,7 +326,11 @@ class Run:
     def save(self, parts: Parts, learner: Learner, schedule: Schedule) -> None:
         """Write a checkpoint: one consistent cut at the end of the step."""
         with self._unwatched("checkpoint"), self._clock.phase("checkpoint"):
-            state = {"optimizer_steps": learner.steps_taken, "prompts": parts.prompts.state_dict()}
+            state = {
+                "optimizer_steps": learner.steps_taken,
+                "prompts": parts.prompts.state_dict(),
+                "probe_floor": self._probe_floor,
+            }
             cut = schedule.cut()
             if cut is not None:
                 state["schedule"] = cut.state

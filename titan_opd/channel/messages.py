@@ -35,6 +35,7 @@ LeaseIds = Annotated[list[LeaseId], Meta(max_length=MAX_ITEMS)]
 Stores = Annotated[list[Address], Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2000)]
 Seconds = Annotated[float, Meta(ge=0)]
+Nats = Annotated[float, Meta(ge=0)]
 
 
 class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -118,9 +119,15 @@ class Stop(Message):
 
 
 class EngineVersion(Message):
-    """A rollout worker's engine holds complete, verified weights of this policy version."""
+    """A rollout worker's engine holds complete, verified weights of this policy version.
+
+    Attributes:
+        probe_gap: mean difference of its log-probabilities of a fixed text from the trainer's, in nats a token; None
+            where `weights.verify` asks for no probe.
+    """
 
     version: Count
+    probe_gap: Nats | None = None
 
 
 class EngineFailed(Message):
@@ -285,12 +292,14 @@ class BatchAssignment(Message):
         min_version: tokens of an older version get weight 0.
         stores: what the items refer to.
         ranks: `ranks[r]` is what data-parallel rank r fetches, in that order.
+        probe_gaps: the newest `EngineVersion.probe_gap` of each engine.
     """
 
     version: Count
     min_version: Count
     stores: Stores
     ranks: Annotated[list[Annotated[list[BatchItem], Meta(max_length=MAX_ITEMS)]], Meta(max_length=MAX_ITEMS)]
+    probe_gaps: Annotated[list[Nats], Meta(max_length=MAX_ITEMS)] = []
 
 
 class BatchTrained(Message):

@@ -98,6 +98,7 @@ class ConductorService:
         self._wanted: int | None = None  # the version whose batch the trainer waits for
         self._next_word = self._next_count = 0.0
         self._newest: wire.NewVersion | None = None
+        self._probe_gaps: dict[str, float] = {}  # of each engine, after its last update
         self._num_cuts = 0
         self._num_answers = 0
         self._handlers = {
@@ -165,6 +166,7 @@ class ConductorService:
                 if hello.role == "rollout" and self._newest is not None:
                     self._port.send(name, self._newest)
             case Left(name, reason):
+                self._probe_gaps.pop(name, None)
                 logger.info("%s has left (%s)", name, reason)
                 self._room.pop(name, None)
                 self._conductor.worker_lost(name)
@@ -196,6 +198,8 @@ class ConductorService:
 
     def _engine_version(self, name: str, message: wire.EngineVersion, now: float) -> None:
         self._conductor.engine_at(name, message.version)
+        if message.probe_gap is not None:
+            self._probe_gaps[name] = message.probe_gap
 
     def _engine_failed(self, name: str, message: wire.EngineFailed, now: float) -> None:
         logger.warning("%s: its weight update failed: %s", name, message.reason)
@@ -337,7 +341,8 @@ class ConductorService:
 
         shares = [batch.share(rank, self._num_ranks) for rank in range(self._num_ranks)]
         ranks = [[item(entry) for entry in share] for share in shares]
-        return wire.BatchAssignment(batch.version, max(0, batch.min_version), stores.addresses, ranks)
+        gaps = list(self._probe_gaps.values())
+        return wire.BatchAssignment(batch.version, max(0, batch.min_version), stores.addresses, ranks, gaps)
 
     def store_of(self, worker: str) -> Address:
         """Where a worker's payloads are fetched; its last known address if it has just left."""

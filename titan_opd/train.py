@@ -61,9 +61,9 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
                     metrics = [learner.step(batches, current_version=version) for batches in minibatches]
                 clock.count_tokens("train", sum(len(batch.input_ids) for batches in minibatches for batch in batches))
                 with clock.phase("weights"):
-                    schedule.publish(version + 1)
+                    published = schedule.publish(version + 1)
 
-                run.record(scored, summarize_steps(metrics))
+                run.record(scored, {**summarize_steps(metrics), **published})
                 if run.is_due(run.step, config.evaluation.every):
                     run.evaluate(parts.evaluator)
                 if run.is_due(run.step, config.checkpoint.every):

@@ -253,6 +253,21 @@ def test_metrics_of_a_schedule_with_workers(workshop):
     assert last["staleness/share_0"] + last["staleness/share_1"] == pytest.approx(1)
 
 
+@pytest.mark.slow
+def test_weights_that_come_as_what_changed_train_what_whole_ones_do(workshop):
+    options = (*OPTIONS, *FIXED, *asynchronous(0), "--rollout.dtype", "bfloat16", "--optimizer.learning_rate", 1e-5)
+    whole = workshop.train("whole-tensors", *options)
+    changes = ("--weights.transport", "channel", "--weights.delta", "true")
+    run = workshop.train("what-changed", *options, *WORKERS, "--rollout.workers", 1, *changes)
+    weights = f"checkpoints/step-{STEPS:06d}/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+    assert (run / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
+    for line in read_metrics(run, "train"):
+        assert 0 < line["weights/changed_share"] < line["weights/delta_share"] < 0.5
+    log = next(run.rglob("rollout-0*.log")).read_text()
+    assert "weights come by channel, what changed: version 1 in" in log
+
+
 # ---- Several machines, many processes --------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from titan_opd.rollout import NativeEngine
 from titan_opd.weights.publisher import WeightPublisher
 from titan_opd.weights.receiver import Checks, WeightReceiver
 from titan_opd.weights.source import WeightSource
-from titan_opd.weights.transports import WEIGHT_LIMITS, ChannelOutlet, InProcess, SharedMemoryOutlet
+from titan_opd.weights.transports import WEIGHT_LIMITS, ChannelOutlet, InProcess, ProcessGroupOutlet, SharedMemoryOutlet
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 BUCKET_BYTES = 6000  # several buckets, and an embedding that is larger than one
@@ -27,14 +28,18 @@ class Ends(contextlib.ExitStack):
     """Publishes weights of decoders and takes them into engines.
 
     Args:
-        transport: "in_process", "shared_memory" or "channel".
+        transport: "in_process", "shared_memory", "channel" or "process_group".
         folder: an empty one, on a file system in memory.
         dtype: what weights are cast to.
+        delta: whether versions are published, and taken, as what changed, too.
     """
 
-    def __init__(self, transport: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, transport: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, delta: bool = False
+    ) -> None:
         super().__init__()
         self.dtype = dtype
+        self.delta = delta
         self._transport = transport
         self._channel = InProcessTransport()
         self.store = PayloadStore(
@@ -46,6 +51,7 @@ class Ends(contextlib.ExitStack):
             "in_process": lambda: self.local,
             "shared_memory": lambda: SharedMemoryOutlet(folder / "weights"),
             "channel": lambda: ChannelOutlet(self.store),
+            "process_group": lambda: ProcessGroupOutlet("127.0.0.1", torch.device("cpu"), timeout=20),
         }[transport]()
         self.publisher: WeightPublisher | None = None
 
@@ -53,7 +59,9 @@ class Ends(contextlib.ExitStack):
         """A version that is the weights of `decoder`."""
         source = WeightSource(decoder, dtype=self.dtype, bucket_bytes=BUCKET_BYTES, timeout=20)
         if self.publisher is None:
-            self.publisher = WeightPublisher(source, [self.outlet], self.store, bucket_bytes=BUCKET_BYTES)
+            self.publisher = WeightPublisher(
+                source, [self.outlet], self.store, bucket_bytes=BUCKET_BYTES, delta=self.delta
+            )
             self.callback(self.publisher.close)
         self.publisher.source = source
         self.manifest = self.publisher.publish(version, **options)
@@ -68,6 +76,7 @@ class Ends(contextlib.ExitStack):
             timeout=20,
             device=torch.device("cpu"),
             local=self.local if self._transport == "in_process" else None,
+            delta=self.delta,
         )
 
     def take(self, engine: NativeEngine, version: int, checks: Checks = DIGEST_ONLY) -> None:
@@ -94,3 +103,20 @@ def holds(engine: NativeEngine, decoder: Decoder) -> bool:
 def answers(engine: NativeEngine) -> list[list[int]]:
     """What an engine writes."""
     return [one.response_ids.tolist() for one in engine.generate(make_samples(3), SAMPLING)]
+
+
+@torch.no_grad()
+def nudged(decoder: Decoder, share: float, *, seed: int = 0, only: str = "") -> Decoder:
+    """A copy in which `share` of the elements of each parameter, at least one, have other bits in any dtype.
+
+    Args:
+        only: parameters whose names contain this.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    other = copy.deepcopy(decoder)
+    for name, parameter in other.named_parameters():
+        if only in name:
+            count = max(1, int(share * parameter.numel()))
+            chosen = torch.randperm(parameter.numel(), generator=generator)[:count]
+            parameter.view(-1)[chosen] = parameter.view(-1)[chosen] * 2 + 1
+    return other

@@ -177,6 +177,12 @@ def _check_weights(config: Config) -> None:
             f"weights.transport = {transport!r} leads to other processes, and with rollout.placement = 'colocated' the "
             "engine is in the trainer's own; leave it out, or set rollout.placement = 'workers'"
         )
+    if config.weights.delta and (placement == "colocated" or transport == "cuda_ipc"):
+        where = f"weights.transport = {transport!r}" if placement == "workers" else "rollout.placement = 'colocated'"
+        raise ValueError(
+            f"weights.delta = true saves traffic, and with {where} the engine reads the trainer's own memory; leave it "
+            "out"
+        )
     if placement == "workers" and transport == "in_process":
         raise ValueError(
             "weights.transport = 'in_process' stays in the trainer's process, and with rollout.placement = 'workers' "

@@ -101,7 +101,7 @@ class VllmConfig:
     tensor_parallel_size: int = option(
         1,
         "devices that share one engine: a worker's, or as many of the trainer's processes where the answers are "
-        "written in them (`placement = \"colocated\"` in a schedule without overlap)",
+        'written in them (`placement = "colocated"` in a schedule without overlap)',
         minimum=1,
     )
 
@@ -384,6 +384,11 @@ class WeightsConfig:
         "a fixed text in both; 'both'; 'none': names, shapes and types only, which are always checked",
         choices=("digest", "probe", "both", "none"),
     )
+    delta: bool = option(
+        False,
+        "send engines that have the version before only what changed, bit for bit, where that is at most half of the "
+        "bytes; for workers on other machines, with `rollout.dtype` of 16 bits",
+    )
     bucket_mb: float = option(64.0, "weights are gathered and sent in buckets of this size, MiB", above=0)
     timeout_seconds: float = option(
         120.0, "longest gathering of a bucket in the trainer, and longest update of an engine", above=0
@@ -391,6 +396,11 @@ class WeightsConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "weights")
+        if self.delta and self.verify not in ("digest", "both"):
+            raise ValueError(
+                f"weights.delta = true needs the digests of what the engine then stores, and weights.verify = "
+                f"{self.verify!r} makes none; set it to 'digest' or 'both'"
+            )
 
 
 @dataclass(frozen=True)

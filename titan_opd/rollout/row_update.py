@@ -1,4 +1,5 @@
-"""An update in pieces: rows of parameters into a decoder's own storage, counted and readable afterwards."""
+"""An update in pieces: rows of parameters into a decoder's own storage, or changes of them, counted and readable
+afterwards."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 
 from titan_opd.models import Decoder, PackedAttention
+from titan_opd.weights.delta import Change
 from titan_opd.weights.pieces import Piece, copy_all
 
 
 class RowUpdate:
-    """Rows of parameters on their way into a decoder; a `titan_opd.weights.target.WeightUpdate`.
+    """Rows of parameters on their way into a decoder; a `titan_opd.weights.target.ChangingUpdate`.
 
     Args:
         decoder: is overwritten; its parameters keep their storage.
@@ -52,6 +54,29 @@ class RowUpdate:
         copy_all([piece.tensor for piece in pieces], slots)
         for piece in pieces:
             self._num_rows[piece.name] += piece.tensor.shape[0]
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """Overwrite some elements of some parameters, where they are stored; the others keep the version before.
+
+        Raises:
+            ValueError: a name is unknown; nothing is written then.
+        """
+        self.keep([one.name for one in changes])
+        self.has_written = True
+        for one in changes:
+            one.apply(self._parameters[one.name])
+
+    def keep(self, names: Sequence[str]) -> None:
+        """All rows of these parameters are there already.
+
+        Raises:
+            ValueError: a name is unknown.
+        """
+        unknown = [name for name in names if name not in self._parameters]
+        if unknown:
+            raise ValueError(f"weights hold {unknown[0]!r}, which the engine's model has no parameter for")
+        for name in names:
+            self._num_rows[name] += self._parameters[name].shape[0]
 
     def finish(self) -> None:
         """All rows are there.

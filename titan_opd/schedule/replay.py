@@ -52,8 +52,9 @@ class ReplaySchedule:
         samples = [one for path in self._files[version + 1] for one in read_samples(path)]
         return self._world.share(sorted(samples, key=lambda one: one.trajectory.sample.number))
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> dict[str, float]:
         """No engine waits for the weights."""
+        return {}
 
     def cut(self) -> None:
         """The recorded batches stay where they are."""

@@ -62,9 +62,10 @@ class SyncSchedule:
             self._clock.count_tokens("score", num_tokens)
         return scored
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> dict[str, float]:
         """Give the engine the weights of the next version, in place."""
         self._deliver(version)
+        return {}
 
     def cut(self) -> None:
         """Nothing is under way between two steps: the position of the prompts says all."""

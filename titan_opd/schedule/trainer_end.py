@@ -167,12 +167,15 @@ class WorkerSchedule:
             teacher = replace(teacher, lm_head_weight=self._teacher_weight)
         return ScoredTrajectory(trajectory, teacher)
 
-    def publish(self, version: int, *, trained: bool = True) -> None:
+    def publish(self, version: int, *, trained: bool = True) -> dict[str, float]:
         """The step is done: give the engines the weights of `version`.
 
         Args:
             version: the new one.
             trained: False for the version that a run begins with, which no step has made.
+
+        Returns:
+            Of the main process: how much of the weights changed, where that was found out (`weights.delta`).
         """
         self._publisher.publish(version, probe=None if self._probe is None else self._probe())
         if self._link is not None:
@@ -180,6 +183,7 @@ class WorkerSchedule:
                 self._link.kept.release(self._from_checkpoint)
                 self._link.port.send(wire.BatchTrained(version - 1))
             self._link.port.send(wire.NewVersion(version, self._link.weights.address))
+        return self._publisher.metrics
 
     # ---- The cut -----------------------------------------------------------------------------------------------------
 

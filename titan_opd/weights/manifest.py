@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from titan_opd.channel import ChannelError
 from titan_opd.channel.tensors import DTYPES
+from titan_opd.weights.delta import Change, num_bytes_of, read_change
 from titan_opd.weights.pieces import Piece, WeightSpec
 
 ALIGNMENT = 64  # bytes; each tensor of a bucket begins at a multiple
@@ -50,6 +52,39 @@ class Probe(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     tolerance: float
 
 
+class DeltaEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor that changed since the version before.
+
+    Attributes:
+        num_changed: elements of it, at least 1.
+        is_whole: all its bytes lie there, not only its changed elements.
+        bucket: it lies in this one.
+        begin: byte of the bucket where it begins.
+    """
+
+    name: Annotated[str, Meta(max_length=200)]
+    num_changed: Annotated[int, Meta(ge=1, lt=1 << 48)]
+    is_whole: bool
+    bucket: Count
+    begin: Count
+
+
+class Delta(Struct, frozen=True, forbid_unknown_fields=True):
+    """What turns the version before into this one.
+
+    Attributes:
+        base: the version before.
+        base_digest: of all its tensors (`version_delta.digest_of_version`).
+        first_bucket: of those in which the changes lie; the whole tensors lie in the ones before it.
+        tensors: those that changed, in the order of their bytes; all others are those of the base.
+    """
+
+    base: Count
+    base_digest: int
+    first_bucket: Count
+    tensors: Annotated[list[DeltaEntry], Meta(max_length=1_000_000)]
+
+
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """A published version.
 
@@ -57,10 +92,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         version: the policy version.
         dtype: of all its tensors.
         tensors: in the order of their bytes.
-        buckets: the size of each, bytes.
+        buckets: the size of each, bytes; those with the whole tensors first.
         offers: by the transports' names, what a receiver needs to know.
         machine: the trainer's (`shared_memory.machine_id`).
         probe: None where there is none.
+        delta: the same version as changes of another one; None where only whole tensors can be had.
     """
 
     version: Count
@@ -70,6 +106,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     offers: dict[str, Any]
     machine: str
     probe: Probe | None = None
+    delta: Delta | None = None
 
     @property
     def specs(self) -> dict[str, WeightSpec]:
@@ -81,21 +118,63 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         """Of each tensor's bytes."""
         return {entry.name: entry.digest for entry in self.tensors}
 
+    @property
+    def whole_buckets(self) -> range:
+        """The numbers of those that hold the whole tensors."""
+        return range(len(self.buckets) if self.delta is None else self.delta.first_bucket)
+
+    @property
+    def delta_buckets(self) -> range:
+        """The numbers of those that hold the changes."""
+        return range(len(self.whole_buckets), len(self.buckets))
+
+    @property
+    def unchanged(self) -> list[str]:
+        """The tensors that are those of the delta's base."""
+        changed = {one.name for one in self.delta.tensors} if self.delta is not None else set()
+        return [one.name for one in self.tensors if one.name not in changed]
+
     def pieces(self, index: int, bucket: Tensor) -> list[Piece]:
         """The tensors of a bucket, as views of its bytes.
 
         Raises:
             ChannelError: it is not as long as it should be.
         """
+        self._check_length(index, bucket)
+        return [Piece(one.name, 0, view_of(bucket, one, self.dtype)) for one in self.tensors if one.bucket == index]
+
+    def changes(self, index: int, bucket: Tensor) -> tuple[list[Piece], list[Change]]:
+        """What a bucket of the delta holds: tensors that travel whole, and changed elements of others.
+
+        Raises:
+            ChannelError: it is not as long as it should be, or contradicts itself.
+        """
+        self._check_length(index, bucket)
+        assert self.delta is not None
+        specs, dtype = self.specs, DTYPES[self.dtype]
+        pieces, changes = [], []
+        for one in self.delta.tensors:
+            if one.bucket != index:
+                continue
+            shape = torch.Size(specs[one.name].shape)
+            memory = bucket[one.begin : one.begin + _delta_bytes(one, shape.numel(), dtype)]
+            if one.is_whole:
+                pieces.append(Piece(one.name, 0, memory.view(dtype).view(shape)))
+            else:
+                count = {"num_elements": shape.numel(), "num_changed": one.num_changed}
+                changes.append(read_change(one.name, memory, dtype=dtype, **count))
+        return pieces, changes
+
+    def _check_length(self, index: int, bucket: Tensor) -> None:
         if bucket.numel() != self.buckets[index]:
             raise ChannelError(
                 f"bucket {index} of version {self.version} has {bucket.numel()} bytes, {self.buckets[index]} were meant"
             )
-        return [Piece(one.name, 0, view_of(bucket, one, self.dtype)) for one in self.tensors if one.bucket == index]
 
     def names(self, index: int) -> str:
         """What a bucket holds, for an error."""
-        names = [one.name for one in self.tensors if one.bucket == index]
+        entries = [*self.tensors, *(self.delta.tensors if self.delta is not None else ())]
+        names = [one.name for one in entries if one.bucket == index]
         return f"{names[0]!r} to {names[-1]!r}" if len(names) > 1 else repr(names[0])
 
 
@@ -114,17 +193,36 @@ def lay_out(
     Returns:
         The tensors, their digests 0, and the buckets' sizes.
     """
-    entries: list[TensorEntry] = []
+    places, sizes = place_end_to_end([shape.numel() * dtype.itemsize for shape in shapes.values()], bucket_bytes)
+    entries = [
+        TensorEntry(name, list(shape), bucket, begin, 0)
+        for (name, shape), (bucket, begin) in zip(shapes.items(), places, strict=True)
+    ]
+    return entries, sizes
+
+
+def place_end_to_end(num_bytes: Iterable[int], bucket_bytes: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Places for things of `num_bytes` each in buckets of at most `bucket_bytes`; a larger one has a bucket of its own.
+
+    Returns:
+        The bucket and the first byte of each, and the buckets' sizes.
+    """
+    places: list[tuple[int, int]] = []
     sizes: list[int] = []
-    for name, shape in shapes.items():
-        size = shape.numel() * dtype.itemsize
+    for size in num_bytes:
         begin = -(-sizes[-1] // ALIGNMENT) * ALIGNMENT if sizes else 0
         if not sizes or begin + size > bucket_bytes:
             sizes.append(0)
             begin = 0
-        entries.append(TensorEntry(name, list(shape), len(sizes) - 1, begin, 0))
+        places.append((len(sizes) - 1, begin))
         sizes[-1] = begin + size
-    return entries, sizes
+    return places, sizes
+
+
+def _delta_bytes(entry: DeltaEntry, num_elements: int, dtype: torch.dtype) -> int:
+    if entry.is_whole:
+        return num_elements * dtype.itemsize
+    return num_bytes_of(num_elements, entry.num_changed, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +252,22 @@ class ManifestRecord:
         itemsize = DTYPES[manifest.dtype].itemsize if manifest.dtype in DTYPES else 0
         for one in manifest.tensors:
             end = one.begin + math.prod(one.shape) * itemsize
-            if not itemsize or one.bucket >= len(manifest.buckets) or end > manifest.buckets[one.bucket]:
+            if not itemsize or one.bucket not in manifest.whole_buckets or end > manifest.buckets[one.bucket]:
                 raise ChannelError(f"a manifest of weights in which {one.name!r} lies outside its bucket")
         if len({one.name for one in manifest.tensors}) < len(manifest.tensors):
             raise ChannelError("a manifest of weights that names a tensor twice")
+        if manifest.delta is not None:
+            _check_delta(manifest, manifest.delta)
         return manifest
+
+
+def _check_delta(manifest: Manifest, delta: Delta) -> None:
+    if delta.first_bucket > len(manifest.buckets) or len({one.name for one in delta.tensors}) < len(delta.tensors):
+        raise ChannelError("a manifest of weights whose changes name a tensor twice, or have no buckets")
+    num_elements = {one.name: math.prod(one.shape) for one in manifest.tensors}
+    for one in delta.tensors:
+        if one.num_changed > num_elements.get(one.name, 0):
+            raise ChannelError(f"a manifest of weights with {one.num_changed} changes of {one.name!r}, which has fewer")
+        end = one.begin + _delta_bytes(one, num_elements[one.name], DTYPES[manifest.dtype])
+        if one.bucket not in manifest.delta_buckets or end > manifest.buckets[one.bucket]:
+            raise ChannelError(f"a manifest of weights in which the changes of {one.name!r} lie outside their bucket")

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
+from torch import Tensor
 
 from titan_opd.channel import PayloadStore
-from titan_opd.weights.manifest import Manifest, ManifestRecord, Probe, lay_out, view_of
+from titan_opd.weights.manifest import Delta, Manifest, ManifestRecord, Probe, lay_out, view_of
 from titan_opd.weights.pieces import copy_all
 from titan_opd.weights.source import WeightSource
 from titan_opd.weights.transports import Outlet, machine_id
 from titan_opd.weights.verify import digest
+from titan_opd.weights.version_delta import VersionDelta
 
 
 def manifest_key(version: int) -> str:
     """Under which key the trainer's store has the manifest of a version."""
     return f"manifest-{version}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Base:
+    """The version that the next one is compared with: its number, its tensors and their digests by name."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, int]
 
 
 class WeightPublisher:
@@ -32,6 +45,14 @@ class WeightPublisher:
         store: for the manifests; None where another process announces the versions.
         bucket_bytes: of a published bucket; a larger tensor has one of its own.
         digests: whether the manifests carry digests of all tensors.
+        delta: whether a version is also laid out as what changed since the one before.
+
+    Attributes:
+        metrics: of the last version: how much of it changed, and how large the changes are against the whole; empty
+            where nothing was compared.
+
+    Raises:
+        ValueError: changes without digests, which alone tell whether they were made to the right version.
     """
 
     def __init__(
@@ -42,13 +63,19 @@ class WeightPublisher:
         *,
         bucket_bytes: int,
         digests: bool = True,
+        delta: bool = False,
     ) -> None:
+        if delta and not digests:
+            raise ValueError("changes need digests (delta = True, digests = False): nothing else finds a wrong base")
         self.source = source
         self._outlets = list(outlets)
         self._store = store
         self._bucket_bytes = bucket_bytes
         self._digests = digests
+        self.metrics: dict[str, float] = {}
+        self._delta = delta
         self._published: list[int] = []
+        self._base: _Base | None = None
 
     @property
     def transports(self) -> list[str]:
@@ -84,14 +111,38 @@ class WeightPublisher:
             copy_all([piece.tensor for piece in pieces], [piece.rows_of(published[piece.name]) for piece in pieces])
         if self._digests:
             entries = [msgspec.structs.replace(entry, digest=digest(published[entry.name])) for entry in entries]
+        delta = self._publish_delta(version, published, buckets) if self._delta else None
         offers = {outlet.name: outlet.offer(version, buckets) for outlet in self._outlets}
-        manifest = Manifest(version, dtype_name, entries, sizes, offers, machine_id(), probe)
+        sizes = [bucket.numel() for bucket in buckets]
+        manifest = Manifest(version, dtype_name, entries, sizes, offers, machine_id(), probe, delta)
+        if self._delta:
+            self._base = _Base(version, published, manifest.digests)
         if self._store is not None:
             self._store.put(manifest_key(version), ManifestRecord.of(manifest), timeout=0.0)
         return manifest
 
+    def _publish_delta(self, version: int, published: Mapping[str, Tensor], buckets: list[Tensor]) -> Delta | None:
+        """Lay out what changed since the version before, in further `buckets`; None where that is of no use."""
+        base, self.metrics = self._base, {}
+        if base is None:
+            return None
+        begin = time.perf_counter()
+        changes = VersionDelta(base.tensors, published)
+        self.metrics = changes.metrics()
+        delta = None
+        if changes.is_worthwhile:
+            first = len(buckets)
+            delta, sizes = changes.lay_out(
+                base.version, base.digests, first_bucket=first, bucket_bytes=self._bucket_bytes
+            )
+            buckets += [self._outlets[0].allocate(version, first + index, size) for index, size in enumerate(sizes)]
+            changes.write(delta, buckets)
+        self.metrics["seconds/weights_delta"] = time.perf_counter() - begin
+        return delta
+
     def close(self) -> None:
         """Forget all versions."""
+        self._base = None
         for version in self._published:
             self._forget(version)
         self._published.clear()

@@ -20,6 +20,7 @@ from torch import Tensor
 from titan_opd.channel import Address, ChannelError, PayloadFetcher
 from titan_opd.weights.errors import TransferError, VerificationError
 from titan_opd.weights.manifest import Manifest, ManifestRecord, Probe
+from titan_opd.weights.mirror import Mirror
 from titan_opd.weights.publisher import manifest_key
 from titan_opd.weights.target import WeightTarget, WeightUpdate
 from titan_opd.weights.transports import (
@@ -32,6 +33,7 @@ from titan_opd.weights.transports import (
     SharedMemoryInlet,
 )
 from titan_opd.weights.verify import check_digests, check_layout, check_moved, digest
+from titan_opd.weights.version_delta import digest_of_version
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,14 @@ class WeightReceiver:
         timeout: seconds for a whole version.
         device: the engine's.
         local: the published versions of this process, for the transport "in_process".
+        delta: take a version as what changed, when the engine has the one before it.
 
     Attributes:
         transport: the one that brought the last version; "" before the first.
+        took_delta: whether the last version came as what changed.
+
+    Raises:
+        ValueError: changes without digests, which alone tell whether they were made to the right version.
     """
 
     def __init__(
@@ -78,8 +85,12 @@ class WeightReceiver:
         timeout: float,
         device: torch.device,
         local: InProcess | None = None,
+        delta: bool = False,
     ) -> None:
+        if delta and not checks.digest:
+            raise ValueError(f"changes need digests (delta = True, {checks}): nothing else finds a wrong base")
         self.transport = ""
+        self.took_delta = False
         self._fetcher = fetcher
         self._worker = worker
         self._checks = checks
@@ -89,6 +100,8 @@ class WeightReceiver:
         self._local = local
         self._inlets: dict[str, Inlet] = {}
         self._previous: dict[str, int] = {}  # digests of the version that the engine has
+        self._delta = delta
+        self._mirror: Mirror | None = None
 
     def take(self, target: WeightTarget, store: Address, version: int) -> None:
         """Put a published version into an engine.
@@ -107,11 +120,21 @@ class WeightReceiver:
         key = manifest_key(version)
         manifest = self._fetcher.fetch(store, key, ManifestRecord, timeout=self._timeout).manifest()
         inlet = self._inlet(manifest)
-        buckets = inlet.buckets(manifest, manifest.offers[inlet.name], deadline)
         previous, self._previous = self._previous, {}  # what it has is not known again before the update is complete
-        put_in(target, manifest, buckets, worker=self._worker, checks=self._checks, previous=previous)
+        as_delta = self._has_base(manifest, previous)
+        wanted = manifest.delta_buckets if as_delta else manifest.whole_buckets
+        buckets = inlet.buckets(manifest, wanted, manifest.offers[inlet.name], deadline)
+        if self._delta and not target.takes_rows:
+            self._mirror = target = self._mirror or Mirror(target)
+        about = {"worker": self._worker, "checks": self._checks, "previous": previous}
+        put_in(target, manifest, buckets, as_delta=as_delta, **about)
         self._previous = manifest.digests
-        self.transport = inlet.name
+        self.transport, self.took_delta = inlet.name, as_delta
+
+    def _has_base(self, manifest: Manifest, previous: Mapping[str, int]) -> bool:
+        """Whether the engine has, verified, the very bytes that the changes are against."""
+        delta = manifest.delta if self._delta else None
+        return delta is not None and bool(previous) and digest_of_version(previous) == delta.base_digest
 
     def close(self) -> None:
         """Let go of what the transports hold."""
@@ -161,6 +184,7 @@ def put_in(
     worker: str,
     checks: Checks,
     previous: Mapping[str, int],
+    as_delta: bool = False,
 ) -> None:
     """Write a version into an engine and check it, as the head of this module says.
 
@@ -171,6 +195,7 @@ def put_in(
         worker: who has the engine, for errors.
         checks: after the last byte.
         previous: digests of the version that the engine has now, empty where they are not known.
+        as_delta: the buckets are those of the changes, and the engine has their base; its updates take changes.
 
     Raises:
         LayoutError, TransferError, ChannelError, VerificationError: as `WeightReceiver.take`.
@@ -181,8 +206,15 @@ def put_in(
     with target.update_weights(version) as update:
         unreadable = [name for name in sent if checks.digest and update.stored(name) is None]
         fingerprints = {name: update.fingerprint(name) for name in unreadable}
-        for index in range(len(manifest.buckets)):
-            update.write(manifest.pieces(index, _next(buckets, manifest, index)))
+        if as_delta:
+            update.keep(manifest.unchanged)
+            for index in manifest.delta_buckets:
+                pieces, changes = manifest.changes(index, _next(buckets, manifest, index))
+                update.write(pieces)
+                update.change(changes)
+        else:
+            for index in manifest.whole_buckets:
+                update.write(manifest.pieces(index, _next(buckets, manifest, index)))
         update.finish()
         about = {"version": version, "worker": worker}
         if checks.digest:

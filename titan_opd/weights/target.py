@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from titan_opd.weights.delta import Change
 from titan_opd.weights.pieces import Piece, WeightSpec
 
 
@@ -37,13 +38,24 @@ class WeightUpdate(Protocol):
         given those before it, over the tokenizer's whole vocabulary at temperature 1."""
 
 
+class ChangingUpdate(WeightUpdate, Protocol):
+    """An update that can also be made of changes against the version that the engine has. Each parameter comes in one
+    of three ways: by `write`, by `change` or by `keep`."""
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """Overwrite some elements of some parameters, each parameter once. Memory is reused as in `write`."""
+
+    def keep(self, names: Sequence[str]) -> None:
+        """These parameters stay as they are."""
+
+
 @runtime_checkable
 class WeightTarget(Protocol):
     """An engine that takes weights.
 
     Attributes:
-        takes_rows: `write` takes rows of a parameter in any order, and `stored` reads all of them. Otherwise it is
-            given whole parameters only, and says what it wrote by `written_digests`.
+        takes_rows: `write` takes rows of a parameter in any order, `stored` reads all of them, and an update is a
+            `ChangingUpdate`. Otherwise it is given whole parameters only, and says what it wrote by `written_digests`.
     """
 
     takes_rows: bool

@@ -91,8 +91,9 @@ class Schedule(Protocol):
     def next_batch(self, version: int) -> list[ScoredTrajectory]:
         """This process's share of the batch that the step at `version` trains."""
 
-    def publish(self, version: int) -> None:
-        """The step is done: the student's present weights are those of `version`, the next one."""
+    def publish(self, version: int) -> dict[str, float]:
+        """The step is done: the student's present weights are those of `version`, the next one. Returns metrics of
+        their way to the engines, if there are any."""
 
     def cut(self) -> ScheduleCut | None:
         """What a checkpoint must keep of the schedule, beside the position of the prompts; in the main process."""

@@ -110,6 +110,7 @@ def serve_rollout(
         timeout=config.weights.timeout_seconds,
         device=device,
         local=local_weights,
+        delta=config.weights.delta,
     )
     worker = RolloutWorker(
         engine,

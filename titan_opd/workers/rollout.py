@@ -62,7 +62,7 @@ class RolloutWorker:
         self._update: wire.NewVersion | None = None  # the newest that the engine does not have
         self._next_try = 0.0
         self._failures = 0  # of verifications, in a row
-        self._transport = ""  # that brought the last version
+        self._way = ("", False)  # the transport that brought the last version, and whether it came as what changed
         self._stopped = False
 
     def run(self, stop: threading.Event | None = None) -> None:
@@ -130,10 +130,12 @@ class RolloutWorker:
         except (ChannelError, WeightError) as error:
             self._update_failed(update.version, error)
             return
-        if self._receiver.transport != self._transport:
-            self._transport = self._receiver.transport
+        way = (self._receiver.transport, self._receiver.took_delta)
+        if way != self._way:
+            self._way = way
+            form = "what changed" if self._receiver.took_delta else "whole tensors"
             seconds = time.monotonic() - begin
-            logger.info("weights come by %s: version %d in %.2f s", self._transport, update.version, seconds)
+            logger.info("weights come by %s, %s: version %d in %.2f s", way[0], form, update.version, seconds)
         self._update, self._failures = None, 0
         self._port.send(wire.EngineVersion(update.version))
 

@@ -26,6 +26,7 @@ from titan_opd.weights.transports import (
     SharedMemoryOutlet,
 )
 from titan_opd.weights.transports.shared_memory import MEMORY
+from titan_opd.weights.version_delta import MOST_BYTES
 from titan_opd.workers.connection import local_name
 
 logger = logging.getLogger(__name__)
@@ -82,13 +83,17 @@ def build_publisher(
         outlets = _outlets(config, parts, world, store)
     checks = Checks.of(config.weights.verify)
     source = build_source(config, parts)
-    return WeightPublisher(source, outlets, store, bucket_bytes=_bucket_bytes(config), digests=checks.digest)
+    delta = config.weights.delta and bool(outlets)
+    return WeightPublisher(
+        source, outlets, store, bucket_bytes=_bucket_bytes(config), digests=checks.digest, delta=delta
+    )
 
 
 def version_bytes(config: Config, parts: Parts) -> int:
-    """Of one version, with room for the gaps between its tensors."""
+    """Of one version, with room for the gaps between its tensors, and for what changed where that is published."""
     itemsize = getattr(torch, config.rollout.dtype).itemsize
-    return sum(parameter.numel() * itemsize + 4096 for parameter in parts.student.parameters())
+    whole = sum(parameter.numel() * itemsize + 4096 for parameter in parts.student.parameters())
+    return whole + int(MOST_BYTES * whole) if config.weights.delta else whole
 
 
 def describe_weights(config: Config) -> str:
@@ -98,7 +103,8 @@ def describe_weights(config: Config) -> str:
         transport = "in_process"
     elif transport == "auto":
         transport = "shared_memory on this machine, channel to others"
-    return f"weights: {config.rollout.dtype}, by {transport}; verified: {config.weights.verify}"
+    form = ", only what changed" if config.weights.delta else ""
+    return f"weights: {config.rollout.dtype}, by {transport}{form}; verified: {config.weights.verify}"
 
 
 def _outlets(config: Config, parts: Parts, world: World, store: PayloadStore) -> list[Outlet]:

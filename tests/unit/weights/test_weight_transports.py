@@ -156,7 +156,7 @@ def test_a_mapped_bucket_outlives_its_file(tmp_path):
     with Ends("shared_memory", tmp_path) as ends:
         ends.publish(make_decoder(), 1)
         inlet = shared_memory.SharedMemoryInlet()
-        (first, *_) = inlet.buckets(ends.manifest, ends.manifest.offers["shared_memory"], None)
+        (first,) = inlet.buckets(ends.manifest, range(1), ends.manifest.offers["shared_memory"], None)
         kept = first.clone()
         ends.outlet.forget(1)
         assert torch.equal(first, kept)

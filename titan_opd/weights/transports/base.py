@@ -40,8 +40,8 @@ class Inlet(Protocol):
 
     name: str
 
-    def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
-        """The buckets' bytes in order; each is valid until the next one is asked for, and must not be written.
+    def buckets(self, manifest: Manifest, wanted: range, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
+        """The bytes of the `wanted` buckets in order; each is valid until the next one is asked for, and is read only.
 
         Raises:
             ChannelError, TransferError: they do not come.

@@ -62,9 +62,9 @@ class ChannelInlet:
     def __init__(self, fetcher: PayloadFetcher) -> None:
         self._fetcher = fetcher
 
-    def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
+    def buckets(self, manifest: Manifest, wanted: range, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
         store = Address(*offer)
-        for index in range(len(manifest.buckets)):
+        for index in wanted:
             deadline.check("fetching by the channel")
             key = _key(manifest.version, index)
             yield self._fetcher.fetch(store, key, BucketRecord, timeout=deadline.left).bytes

@@ -58,13 +58,14 @@ class CudaIpcInlet:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
+    def buckets(self, manifest: Manifest, wanted: range, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
         if uuid != offer["gpu"]:
             raise TransferError(
                 f"it lies on GPU {offer['gpu']}, this engine runs on {uuid}; set weights.transport = 'process_group'"
             )
-        for num_bytes, handle in zip(manifest.buckets, offer["handles"], strict=True):
+        for index in wanted:
+            num_bytes, handle = manifest.buckets[index], offer["handles"][index]
             deadline.check("opening memory of the GPU")
             _, *rest = _read(handle)
             storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *rest)

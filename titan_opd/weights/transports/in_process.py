@@ -42,7 +42,7 @@ class InProcess:
         with self._changed:
             return self._versions[version]
 
-    def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
+    def buckets(self, manifest: Manifest, wanted: range, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
         version = manifest.version
         with self._changed:
             # The trainer's main process may have announced a version that this process is about to publish.
@@ -51,7 +51,7 @@ class InProcess:
         if buckets is None:
             reason = "forgotten" if self._newest >= version else f"not published within {deadline.seconds:g} s"
             raise TransferError(f"it is not in this process: {reason}")
-        yield from buckets
+        yield from (buckets[index] for index in wanted)
 
     def close(self) -> None:
         with self._changed:

@@ -1,8 +1,9 @@
 """By a process group: gloo, or NCCL between GPUs. One broadcast serves all engines that ask at the same time.
 
 Engines come, die and return, and a group's members are fixed, so each *round* has a group of its own: whoever asks for
-a version signs up in a key-value store at the trainer; a thread there takes all who wait, makes a group of itself
-(rank 0) and them, and broadcasts the buckets. A member that dies ends its round for all; the others ask again.
+a version signs up in a key-value store at the trainer; a thread there takes all who wait for the same buckets,
+makes a group of itself (rank 0) and them, and broadcasts these. A member that dies ends its round for all; the others
+ask again.
 
 Neither the store nor gloo encrypts or asks for keys: this is for a network in which every machine is trusted.
 """
@@ -80,18 +81,19 @@ class ProcessGroupOutlet:
             drawn = self._store.add("tickets", 0)
             waiting.update(dict.fromkeys(range(known + 1, drawn + 1), time.monotonic()))
             known = drawn
-            wanted: dict[int, list[int]] = {}
+            wanted: dict[str, list[int]] = {}
             for ticket, since in list(waiting.items()):
                 if self._store.check([f"ticket-{ticket}"]):
-                    wanted.setdefault(int(self._store.get(f"ticket-{ticket}")), []).append(ticket)
+                    wanted.setdefault(self._store.get(f"ticket-{ticket}").decode(), []).append(ticket)
                     self._store.delete_key(f"ticket-{ticket}")
                 elif time.monotonic() < since + _SIGN_UP_SECONDS:
                     continue
                 del waiting[ticket]  # served now, or drawn by an engine that died before it could write on it
-            for version, tickets in wanted.items():
-                self._round(version, tickets)
+            for order, tickets in wanted.items():
+                version, first, last = map(int, order.split())
+                self._round(version, slice(first, last), tickets)
 
-    def _round(self, version: int, tickets: list[int]) -> None:
+    def _round(self, version: int, wanted: slice, tickets: list[int]) -> None:
         with self._lock:
             buckets = self._versions.get(version)
         if buckets is None:
@@ -104,7 +106,7 @@ class ProcessGroupOutlet:
         try:
             group = _group(self._store, self._rounds, 0, len(tickets) + 1, self._host, self._device, self._timeout)
             flying: list[dist.Work] = []
-            for bucket in buckets:
+            for bucket in buckets[wanted]:
                 if len(flying) == _IN_FLIGHT:
                     flying.pop(0).wait(timedelta(seconds=self._timeout))
                 flying.append(_broadcast(group, bucket))
@@ -127,12 +129,14 @@ class ProcessGroupInlet:
         self._device = device
         self._stores: dict[tuple[str, int], dist.TCPStore] = {}
 
-    def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
+    def buckets(self, manifest: Manifest, wanted: range, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
+        if not wanted:
+            return
         host, port = str(offer[0]), int(offer[1])
         store = self._store(host, port, deadline)
         place = f"from {host}:{port}"
         try:
-            number, rank, size = self._sign_up(store, manifest.version, deadline)
+            number, rank, size = self._sign_up(store, manifest.version, wanted, deadline)
             group = _group(store, number, rank, size, host, self._device, deadline.left)
         except (dist.DistError, RuntimeError) as error:
             self._stores.pop((host, port), None)
@@ -140,13 +144,14 @@ class ProcessGroupInlet:
                 raise
             raise TransferError(f"{place}: no round of the process group ({error})") from error
         flying: list[tuple[int, Tensor, dist.Work]] = []
-        memory = [torch.empty(max(manifest.buckets), dtype=torch.uint8, device=self._device) for _ in range(_IN_FLIGHT)]
+        sizes = [manifest.buckets[index] for index in wanted]
+        memory = [torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in range(_IN_FLIGHT)]
         started = 0
-        for index in range(len(manifest.buckets)):
+        for index in range(len(sizes)):
             try:
                 # A bucket's memory is free for the next one but one when the caller has come back for the next.
-                while started < min(len(manifest.buckets), index + _IN_FLIGHT):
-                    bucket = memory[started % _IN_FLIGHT][: manifest.buckets[started]]
+                while started < min(len(sizes), index + _IN_FLIGHT):
+                    bucket = memory[started % _IN_FLIGHT][: sizes[started]]
                     flying.append((started, bucket, _broadcast(group, bucket)))
                     started += 1
                 arrived, bucket, work = flying.pop(0)
@@ -172,10 +177,10 @@ class ProcessGroupInlet:
                 raise TransferError(f"the trainer's store at {host}:{port} cannot be reached ({error})") from error
         return self._stores[host, port]
 
-    def _sign_up(self, store: dist.TCPStore, version: int, deadline: Deadline) -> tuple[int, int, int]:
+    def _sign_up(self, store: dist.TCPStore, version: int, wanted: range, deadline: Deadline) -> tuple[int, int, int]:
         """The round's number, this engine's rank in it, and its size."""
         ticket = store.add("tickets", 1)
-        store.set(f"ticket-{ticket}", str(version))
+        store.set(f"ticket-{ticket}", f"{version} {wanted.start} {wanted.stop}")
         while not store.check([f"answer-{ticket}"]):
             deadline.check(f"version {version}: waiting for a round of the process group")
             time.sleep(_POLL_SECONDS)

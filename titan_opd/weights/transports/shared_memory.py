@@ -79,8 +79,9 @@ class SharedMemoryInlet:
         """Whether the files can be seen from here."""
         return manifest.machine == machine_id() and bucket_file(Path(offer), manifest.version, 0).exists()
 
-    def buckets(self, manifest: Manifest, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
-        for index, num_bytes in enumerate(manifest.buckets):
+    def buckets(self, manifest: Manifest, wanted: range, offer: Any, deadline: Deadline) -> Iterator[Tensor]:
+        for index in wanted:
+            num_bytes = manifest.buckets[index]
             path = bucket_file(Path(offer), manifest.version, index)
             try:
                 size = path.stat().st_size

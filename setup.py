@@ -230,9 +230,9 @@ setup(
     ],
     extras_require={
         "gpu": ["flash-attn"],
-        "float8": ["torchao"],
+        "float8": ["torchao>=0.18,<0.19"],
         "vllm": ["vllm>=0.32,<0.34"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "torchao>=0.18,<0.19"],
     },
     entry_points={"console_scripts": ["titan-opd = titan_opd.cli:main"]},
 )

@@ -28,13 +28,14 @@ from titan_opd.evaluation import REVERSE_KL, Evaluator
 from titan_opd.learner import DistillationModel
 from titan_opd.models import Decoder, DecoderConfig, attention_backend, load_decoder
 from titan_opd.ops.noise import derive_seed
-from titan_opd.parallel import World, init_shards, load_shards, materialize, parallelize
+from titan_opd.parallel import World, describe_float8, init_shards, load_shards, materialize, parallelize
 from titan_opd.parallel.cores import pin_to_cores
 from titan_opd.prompt_checks import check_prompts
 from titan_opd.rollout import RECORD_NOTHING, AnswersEngine, NativeEngine, Recording, RolloutEngine
 from titan_opd.rollout.vllm_setup import require_vllm
 from titan_opd.schedule import ScheduleRules
-from titan_opd.teacher import LabelScorer, NativeScorer, Scorer
+from titan_opd.teacher import LabelScorer, NativeScorer, Scorer, TeacherModel
+from titan_opd.teacher.model import load_sharded_teacher
 from titan_opd.weights import named_weights
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ class Parts:
         scorer: what scores the answers.
         evaluator: what evaluates the student; None when there are no evaluation prompts.
         common: what the workers read too.
+        float8: lines that say which products of the student are in float8.
     """
 
     model: DistillationModel
-    teacher: Decoder | None
+    teacher: TeacherModel | None
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptStream
     engine: RolloutEngine
@@ -67,6 +69,7 @@ class Parts:
     scorer: Scorer
     evaluator: Evaluator | None
     common: Common
+    float8: list[str]
 
     @property
     def student(self) -> Decoder:
@@ -76,11 +79,11 @@ class Parts:
         """Lines that say what runs and on which code paths."""
         lines = [f"student: {_describe_model(self.student)}"]
         if self.teacher is not None:
-            lines.append(f"teacher: {_describe_model(self.teacher)}")
+            lines.append(f"teacher: {_describe_model(self.teacher.decoder)}")
         weight = self.student.lm_head_weight
         lines.append(f"tokenizer: {self.model.vocab_size} tokens")
         lines.append(f"attention: {attention_backend(weight.device, weight.dtype)}; {ops.describe(weight.device)}")
-        return lines
+        return lines + self.float8
 
 
 @dataclass(frozen=True)
@@ -150,17 +153,17 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
     pin_to_cores(config.run.cores, "run.cores")
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    _check_world(config, world)
+    check_world(config, world)
     ScheduleRules.of(config.schedule)  # its checks, before anything large is read
     common = read_common(config, checkpoint=checkpoint)
     model = build_student(config, common, world, checkpoint=checkpoint)
     student = model.decoder
     here = config.teacher.placement == "colocated"
-    teacher = load_teacher(config, common.tokenizer, world.device) if here else None
+    teacher = load_teacher(config, common, world.device, world) if here else None
     eval_prompts = common.eval_prompts[: config.evaluation.num_prompts]
     contexts = {"student.path": student.config.max_position_embeddings}
     if teacher is not None:
-        contexts["teacher.path"] = teacher.config.max_position_embeddings
+        contexts["teacher.path"] = teacher.decoder.config.max_position_embeddings
     check_prompts(config, common.train_prompts, eval_prompts, contexts=contexts, world_size=world.dp_size)
     recording = what_to_record(config.objective, config.rollout)
     writer = _build_writer(config, common, recording, world.device)
@@ -173,14 +176,14 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
             prompts=eval_prompts,
             tokenizer=common.tokenizer,
             student=model,
-            teacher=None if teacher is None else build_scorer(config, teacher, REVERSE_KL, common.vocab_size),
+            teacher=None if teacher is None else build_scorer(config, teacher, REVERSE_KL, common.vocab_size, world),
             evaluation=config.evaluation,
             training=config.training,
             world=world,
         )
     scorer: Scorer = LabelScorer()
     if teacher is not None:
-        scorer = build_scorer(config, teacher, config.objective, common.vocab_size)
+        scorer = build_scorer(config, teacher, config.objective, common.vocab_size, world)
     elif here and config.teacher.engine == "vllm":
         scorer = load_vllm_scorer(config, common, world.device)
     return Parts(
@@ -193,10 +196,12 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
         scorer=scorer,
         evaluator=evaluator,
         common=common,
+        float8=describe_float8(student, config.training.float8, tp=world.tp_size),
     )
 
 
-def _check_world(config: Config, world: World) -> None:
+def check_world(config: Config, world: World) -> None:
+    """Raise a ValueError when the processes cannot share the answers of an optimizer step equally."""
     per_step = config.schedule.batch // config.schedule.minibatches
     if per_step % world.dp_size:
         raise ValueError(
@@ -223,17 +228,33 @@ def build_student(config: Config, common: Common, world: World, *, checkpoint: P
     return model
 
 
-def load_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Decoder | None:
-    """The teacher's decoder; None for cross-entropy, and where the teacher is in vLLM.
+def load_teacher(
+    config: Config, common: Common, device: torch.device, world: World | None = None
+) -> TeacherModel | None:
+    """The teacher; None for cross-entropy, and where it is in vLLM.
+
+    Args:
+        world: the trainer's processes, which share it where `teacher.sharded` says so.
 
     Raises:
-        ValueError: its files are missing or broken, or it has another tokenizer than the student.
+        ValueError: its files are missing or broken, it has another tokenizer than the student, or the processes cannot
+            share it.
     """
     if config.teacher.engine != "native":
         return None
     path = model_folder(config.teacher.path)
-    _check_teacher(config, tokenizer, path)
-    return load_decoder(path, dtype=getattr(torch, config.teacher.dtype), device=device)
+    _check_teacher(config, common.tokenizer, path)
+    dtype = getattr(torch, config.teacher.dtype)
+    if not config.teacher.sharded:
+        return TeacherModel(load_decoder(path, dtype=dtype, device=device))
+    assert world is not None
+    rows = DecoderConfig.from_directory(path).vocab_size
+    if world.tp_size > 1 and rows != common.student.vocab_size:
+        raise ValueError(
+            f"teacher.sharded = true with parallel.tp = {world.tp_size} cuts both vocabularies alike, and they have "
+            f"{rows} (teacher) and {common.student.vocab_size} rows; set parallel.tp = 1, or leave `sharded` out"
+        )
+    return load_sharded_teacher(path, dtype=dtype, parallel=config.parallel, world=world)
 
 
 def load_vllm_scorer(config: Config, common: Common, device: torch.device) -> Scorer:
@@ -318,8 +339,10 @@ def what_to_record(objective: Objective, rollout: RolloutConfig) -> Recording:
     return RECORD_NOTHING  # the written token alone is in the trajectory anyway
 
 
-def build_scorer(config: Config, teacher: Decoder, objective: Objective, vocab_size: int) -> NativeScorer:
-    """What scores answers with the teacher as the objective needs."""
+def build_scorer(
+    config: Config, teacher: TeacherModel, objective: Objective, vocab_size: int, world: World | None = None
+) -> NativeScorer:
+    """What scores answers with the teacher as the objective needs; `world` as of `load_teacher`."""
     return NativeScorer(
         teacher,
         objective,
@@ -330,6 +353,7 @@ def build_scorer(config: Config, teacher: Decoder, objective: Objective, vocab_s
         num_samples=config.teacher.num_samples,
         seed=derive_seed(config.run.seed, "teacher"),  # not the student's draws again
         fixed_shapes=config.teacher.fixed_shapes,
+        world=world if config.teacher.sharded else None,
     )
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_opd.config.objective import Objective
-from titan_opd.config.schema import OptimizerConfig, ParallelConfig
+from titan_opd.config.schema import OptimizerConfig, ParallelConfig, SamplingConfig
+from titan_opd.data.packing import pad_tokens
 from titan_opd.data.records import PackedBatch
 from titan_opd.losses import (
     DistillationOutput,
@@ -26,7 +26,7 @@ from titan_opd.losses import (
 )
 from titan_opd.models import Decoder, PackedAttention
 from titan_opd.observe import trace
-from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
+from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from titan_opd.parallel import World, begin_micro_batch, own_rows, reshard, return_freed_memory, whole_tensor
 
 
@@ -54,8 +54,12 @@ class DistillationModel(nn.Module):
         current_version: int,
         generator: torch.Generator | None = None,
         m2po_bound: Tensor | None = None,
+        read_written: bool = False,
     ) -> DistillationOutput:
-        """The loss of one micro-batch, over the `num_tokens` trained tokens of the whole optimizer step."""
+        """The loss of one micro-batch, over the `num_tokens` trained tokens of the whole optimizer step.
+
+        With `read_written` the output has the log-probabilities of the written tokens too.
+        """
         weight_VH, tp_group = own_rows(self.decoder.lm_head_weight)
         return distillation_loss(
             self._response_states(batch, tp_group),
@@ -71,6 +75,7 @@ class DistillationModel(nn.Module):
             generator=generator,
             m2po_bound=m2po_bound,
             tp_group=tp_group,
+            written_ids=batch.written_ids if read_written else None,
         )
 
     @torch.no_grad()
@@ -96,11 +101,15 @@ class DistillationModel(nn.Module):
         return self.decoder(batch.input_ids, batch.positions, attention)[batch.loss_positions]
 
     def _own_scores(self, scores: TeacherScores, tp_group: dist.ProcessGroup | None) -> TeacherScores:
-        """The scores with as much of the teacher's output projection as this rank has of the student's."""
-        if tp_group is None or scores.lm_head_weight is None:
+        """The scores with as much of the teacher's output projection as this rank has of the student's.
+
+        One that is spread over the ranks as the student is has no more of it (`assemble` has compared their rows).
+        """
+        rows = self.decoder.config.vocab_size
+        if tp_group is None or scores.lm_head_weight is None or len(scores.lm_head_weight) < rows:
             return scores
-        num_rows = -(-self.decoder.config.vocab_size // tp_group.size())  # as torch.chunk cuts the student's
-        end = min((tp_group.rank() + 1) * num_rows, self.decoder.config.vocab_size)
+        num_rows = -(-rows // tp_group.size())  # as torch.chunk cuts the student's
+        end = min((tp_group.rank() + 1) * num_rows, rows)
         return replace(scores, lm_head_weight=scores.lm_head_weight[tp_group.rank() * num_rows : end])
 
 
@@ -115,6 +124,7 @@ class Learner:
         seed: of what an objective draws (the student's sample of a dense `hybrid`).
         world: the processes.
         parallel: when gradients cross the processes.
+        sampling: how the answers were drawn; None: their log-probabilities are compared with nothing.
     """
 
     def __init__(
@@ -127,6 +137,7 @@ class Learner:
         seed: int,
         world: World,
         parallel: ParallelConfig | None = None,
+        sampling: SamplingConfig | None = None,
     ) -> None:
         self.model = model
         self.optimizer = build_optimizer(model, config)
@@ -137,6 +148,7 @@ class Learner:
         self._seed = seed
         self._world = world
         self._parallel = parallel or ParallelConfig()
+        self._compares = sampling is not None and is_comparable(sampling, objective)
 
     def with_proximal_policy(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """The same micro-batches with the present student as the proximal policy, where the objective has one.
@@ -166,7 +178,7 @@ class Learner:
 
         Returns:
             `loss`, `grad_norm`, `learning_rate`, `tokens` and the loss's metrics over the trained tokens of all
-            processes.
+            processes; and `mismatch_metrics`.
 
         Raises:
             ValueError: the gradient is not finite; the weights are as they were.
@@ -174,8 +186,7 @@ class Learner:
         counts = [int(torch.count_nonzero(batch.token_weights)) for batch in batches]
         num_tokens = int(self._world.sum(torch.tensor(sum(counts))))
         rate = learning_rate(self.steps_taken, self._num_steps, self._config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
 
         # Made anew from the step's number, so that a resumed run draws what the uninterrupted one would have drawn.
         entropy = np.random.SeedSequence([self._seed, self.steps_taken, self._world.dp_rank])
@@ -193,6 +204,7 @@ class Learner:
                     current_version=current_version,
                     generator=generator,
                     m2po_bound=bound,
+                    read_written=self._compares and batch.written_logprobs is not None,
                 )
                 output.loss.backward()
             outputs.append(output)
@@ -215,6 +227,7 @@ class Learner:
             "learning_rate": rate,
             "tokens": num_tokens,
             **average_metrics([output.metrics for output in outputs], counts, self._world),
+            **mismatch_metrics(equalized, outputs, current_version, self._world),
         }
 
     def _m2po_bound(self, batches: Sequence[PackedBatch]) -> Tensor | None:
@@ -246,21 +259,6 @@ def equalize(batches: Sequence[PackedBatch], world: World) -> list[PackedBatch]:
     return [*batches, *[filler] * (most - len(batches))]
 
 
-def pad_tokens(batch: PackedBatch, multiple: int) -> PackedBatch:
-    """The batch with one more sequence of a few tokens, which train nothing, so that `multiple` divides its tokens."""
-    missing = -len(batch.input_ids) % multiple
-    if missing == 0:
-        return batch
-    padding = torch.arange(missing, device=batch.positions.device)
-    return replace(
-        batch,
-        input_ids=F.pad(batch.input_ids, (0, missing)),
-        positions=torch.cat([batch.positions, padding]),
-        cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + missing]),
-        max_seqlen=max(batch.max_seqlen, missing),
-    )
-
-
 def sum_losses(outputs: Sequence[DistillationOutput], world: World) -> float:
     """The whole step's loss: each micro-batch's is its part of the sum already."""
     losses = torch.stack([output.loss.detach().cpu().double() for output in outputs])
@@ -289,9 +287,41 @@ def average_metrics(metrics: Sequence[dict[str, Tensor]], counts: Sequence[int],
     return {name: float(value) for name, value in zip(names, chosen, strict=True)}
 
 
+def is_comparable(sampling: SamplingConfig, objective: Objective) -> bool:
+    """Whether the loss's log-probabilities are of the distribution that the answers were drawn from: the whole
+    vocabulary's, at the same temperature."""
+    return not sampling.truncated and sampling.temperature == objective.temperature
+
+
+def mismatch_metrics(
+    batches: Sequence[PackedBatch], outputs: Sequence[DistillationOutput], current_version: int, world: World
+) -> dict[str, float]:
+    """How far the trainer's log-probabilities of the written tokens are from those of the engine that wrote them.
+
+    Of the trained tokens that `current_version` itself wrote: with the same weights on both sides the difference is
+    rounding, or a mistake of one of them.
+
+    Returns:
+        `mismatch/mean` and `mismatch/max` of the absolute difference, in nats, over all processes; nothing where it was
+        not asked for, or no token is of that version.
+    """
+    gaps = [torch.zeros(0)]
+    for batch, output in zip(batches, outputs, strict=True):
+        if output.written_logprobs is not None:
+            is_fresh = (batch.policy_versions == current_version) & (batch.token_weights != 0)
+            gaps.append((output.written_logprobs.cpu() - batch.written_logprobs).abs()[is_fresh].float())
+    gap = torch.cat(gaps)
+    total, count = world.sum(torch.tensor([gap.double().sum(), len(gap)], dtype=torch.float64)).tolist()
+    if not count:
+        return {}
+    largest = world.max(torch.cat([gap, torch.zeros(1)]).amax())
+    return {"mismatch/mean": total / count, "mismatch/max": float(largest)}
+
+
 def summarize_steps(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """One record of a batch's optimizer steps: tokens add up, `_max` keeps the largest, the rate is the last, the rest
-    is averaged."""
-    summary = {name: statistics.fmean(step[name] for step in metrics) for name in metrics[0]}
+    is averaged; the mismatch is the first step's, for after it the weights are others than those that wrote."""
+    names = [name for name in metrics[0] if not name.startswith("mismatch/")]
+    summary = metrics[0] | {name: statistics.fmean(step[name] for step in metrics) for name in names}
     summary |= {name: max(step[name] for step in metrics) for name in summary if name.endswith("_max")}
     return summary | {"tokens": sum(step["tokens"] for step in metrics), "learning_rate": metrics[-1]["learning_rate"]}

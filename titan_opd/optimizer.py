@@ -1,4 +1,4 @@
-"""AdamW or Muon with warm-up, decay and clipping."""
+"""AdamW, with moments of 32 or 8 bits, or Muon, with warm-up, decay and clipping."""
 
 from __future__ import annotations
 
@@ -10,17 +10,27 @@ from torch import Tensor, nn
 
 from titan_opd.config.schema import OptimizerConfig
 from titan_opd.muon import MuonWithAdamW
+from titan_opd.torchao_setup import import_torchao
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW, or Muon for the matrices within layers; matrices decay, vectors (norms, biases) do not."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Fused AdamW, torchao's AdamW with moments of 8 bits, or Muon for the matrices within layers.
+
+    Matrices decay, vectors (norms, biases) do not.
+
+    Raises:
+        ValueError: torchao is asked for and missing.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = {name: parameter for name, parameter in trained.items() if parameter.ndim >= 2}
     groups = [
         {"params": list(matrices.values()), "weight_decay": config.weight_decay},
         {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    options = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "fused": True}
+    options = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    if config.name == "adamw_8bit":
+        return import_torchao("torchao.optim", "optimizer.name = 'adamw_8bit'").AdamW8bit(groups, **options)
+    options["fused"] = True
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **options)
     # Muon's authors leave the vocabulary's matrices to AdamW: their rows belong to single tokens.
@@ -29,6 +39,15 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     groups[0]["params"] = [parameter for name, parameter in matrices.items() if not is_layer[name]]
     groups.append(muon | {"params": [parameter for name, parameter in matrices.items() if is_layer[name]]})
     return MuonWithAdamW(groups, dtype=getattr(torch, config.muon_dtype), **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Of the steps that follow."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # compiled steps read it from there; a new number would compile anew
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:

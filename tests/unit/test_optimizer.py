@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from tests.helpers.arithmetic import make_decoder
 from titan_opd.config.schema import OptimizerConfig
 from titan_opd.muon import orthogonalize
-from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate
+from titan_opd.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
@@ -103,3 +104,58 @@ def test_muon_updates_matrices_within_layers_as_torch_s_and_the_rest_as_adamw():
         # PyTorch's has the momentum of an average and takes its products in bfloat16.
         atol = 1e-6 if own.ndim == 1 or name in vocabulary else 3 * 0.01 * 0.2 * own.shape[-1] ** 0.5 * 0.05
         torch.testing.assert_close(own, other, atol=atol, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.fixture
+def without_compiler():
+    """torchao's step is compiled for each shape, for minutes; uncompiled it computes the same."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def train_pair(shape, steps, **options):
+    """The same start and the same gradients with moments of 32 and of 8 bits; parameters and optimizers."""
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    parameters = [nn.Parameter(start.clone()) for _ in range(2)]
+    names = ("adamw", "adamw_8bit")
+    optimizers = [
+        build_optimizer(nn.ParameterList([parameter]), OptimizerConfig(name=name, weight_decay=0.1, **options))
+        for parameter, name in zip(parameters, names, strict=True)
+    ]
+    slope = torch.randn(shape)
+    for step in range(steps):
+        gradient = slope + torch.randn(shape)
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
+            set_learning_rate(optimizer, 1e-2 / (1 + step))
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    return start, parameters, optimizers
+
+
+def test_moments_of_8_bits_go_nearly_the_way_of_32(without_compiler):
+    start, (exact, coarse), _ = train_pair((64, 128), 20)
+    way = (exact - start).norm()
+    assert 1e-4 * way < (coarse - exact).norm() < 0.02 * way
+
+
+@pytest.mark.parametrize("shape", [(100,), (40, 40), (65, 65)])
+def test_small_tensors_and_those_that_are_no_whole_blocks_keep_32_bits(without_compiler, shape):
+    _, (exact, coarse), _ = train_pair(shape, 20)
+    torch.testing.assert_close(coarse, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_of_8_bits_take_a_quarter_of_the_memory(without_compiler):
+    _, (parameter, other), (exact, coarse) = train_pair((64, 128), 1)
+    moments = [coarse.state[other][name] for name in ("exp_avg", "exp_avg_sq")]
+    found = sum(part.nbytes for moment in moments for part in (moment.codes, moment.scale, moment.qmap))
+    block, table = 256, 256 * 4
+    assert found == 2 * (64 * 128 * (1 + 4 / block) + table)
+    assert sum(exact.state[parameter][name].nbytes for name in ("exp_avg", "exp_avg_sq")) == 8 * 64 * 128
+
+
+def test_without_torchao_8_bits_are_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError, match=r"optimizer.name = 'adamw_8bit' needs torchao .*titan_opd\[float8\]"):
+        build_optimizer(nn.Linear(2, 2), OptimizerConfig(name="adamw_8bit"))

@@ -109,7 +109,7 @@ def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) ->
     """Put the optimizer's state back, in place, whatever the number of processes then and now; returns `state`.
 
     Raises:
-        ValueError: the checkpoint has no trainer state, or a damaged one.
+        ValueError: the checkpoint has no trainer state, a damaged one, or one that these processes cannot share.
     """
     try:
         state = json.loads((checkpoint / TRAINER / STATE_FILE).read_text())
@@ -117,6 +117,12 @@ def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) ->
         dcp.load(optimizer_state, checkpoint_id=checkpoint / TRAINER)
     except (OSError, ValueError, CheckpointException) as error:
         _, cause = _first_failure(error)
+        if "aten.slice" in cause or "block boundary" in cause:  # torchao's words
+            raise ValueError(
+                f"cannot resume from {checkpoint}: optimizer.name = 'adamw_8bit' has a scale for each block of 256 "
+                f"moments, and these processes would have to cut blocks ({cause}); start as many as saved it, with the "
+                "same axes in [parallel]"
+            ) from error
         raise ValueError(
             f"cannot resume from {checkpoint}: its trainer state is missing or damaged ({cause}); delete "
             "that folder to go on from the checkpoint before it, or from the beginning when there is none"

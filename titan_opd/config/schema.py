@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titan_opd.config.cores import parse_cores
+from titan_opd.config.float8 import Float8Config
 from titan_opd.config.objective import Objective
 from titan_opd.config.options import check_section, option
 
@@ -436,9 +437,15 @@ class TrainingConfig:
     logits_chunk_mb: float = option(
         256.0, "memory of one chunk of logits in the loss head and the scorer, MiB", above=0
     )
+    float8: Float8Config = option(Float8Config, "8-bit products")
 
     def __post_init__(self) -> None:
         check_section(self, "training")
+        if self.float8.recipe != "none" and not self.float8.emulate and self.compute_dtype != "bfloat16":
+            raise ValueError(
+                f"training.float8.recipe = {self.float8.recipe!r} has products in bfloat16, and training.compute_dtype "
+                f"= {self.compute_dtype!r}; set it to 'bfloat16', or leave float8 out"
+            )
         if self.compile and self.recompute_activations == "selective":
             raise ValueError(
                 "training.compile = true decides by itself which products a layer keeps, so "
@@ -496,8 +503,9 @@ class OptimizerConfig:
 
     name: str = option(
         "adamw",
-        "'adamw', fused; 'muon': orthogonalised momentum for the matrices within layers, AdamW for the rest",
-        choices=("adamw", "muon"),
+        "'adamw', fused; 'adamw_8bit': the same with moments of 8 bits (torchao, an extra); 'muon': orthogonalised "
+        "momentum for the matrices within layers, AdamW for the rest",
+        choices=("adamw", "adamw_8bit", "muon"),
     )
     learning_rate: float = option(1e-4, "peak learning rate", minimum=0)
     betas: tuple[float, float] = option((0.9, 0.95), "decay of the first and second moments", minimum=0, maximum=1)

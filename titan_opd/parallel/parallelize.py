@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_opd.config.schema import ParallelConfig, TrainingConfig
 from titan_opd.models import Decoder
 from titan_opd.parallel.checkpointing import apply_activation_checkpointing
+from titan_opd.parallel.float8 import apply_float8
 from titan_opd.parallel.fsdp import apply_fsdp
 from titan_opd.parallel.mesh import fsdp_mesh
 from titan_opd.parallel.tensor_parallel import apply_tensor_parallel
@@ -34,15 +35,18 @@ def parallelize(
         model: the decoder with its loss on top.
         decoder: the decoder in `model`, float32.
         mesh: [dp_replicate, dp_shard, tp].
-        training: what is computed again, whether layers are compiled, and the type they compute in.
+        training: what is computed again, whether layers are compiled, and the types they compute in.
         parallel: how the axes are used; None: as by default.
         forward_methods: names of the methods of `model`, beside its forward, that compute with the decoder.
 
     Raises:
-        ValueError: heads or feed-forward units cannot be shared by the tp axis.
+        ValueError: heads or feed-forward units cannot be shared by the tp axis; float8 cannot be had.
     """
     parallel = parallel or ParallelConfig()
-    # 1. Tensor parallel first: it replaces parameters, by which everything below finds them.
+    # 0. Float8 exchanges modules, which everything below hooks into; their parameters stay.
+    if training.float8.recipe != "none":
+        apply_float8(decoder, training.float8, tp=mesh["tp"].size(), device_type=mesh.device_type)
+    # 1. Tensor parallel: it replaces parameters, by which everything below finds them.
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(decoder, mesh["tp"], sequence_parallel=parallel.sequence_parallel)
     # 2. Activation checkpointing around what a layer computes, the collectives of 1 included and those of 4 not: a

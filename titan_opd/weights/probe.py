@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_opd.config.objective import Objective
 from titan_opd.data import Prompt, Sample, Trajectory, pack
 from titan_opd.learner import DistillationModel
-from titan_opd.parallel import reshard
+from titan_opd.parallel import plain_products, reshard
 from titan_opd.teacher import LabelScorer
 from titan_opd.weights.manifest import Probe
 
@@ -54,6 +54,7 @@ class TrainerProbe:
         (batch,) = pack(LabelScorer().score([trajectory]), len(self._ids))
         weight = self._model.decoder.lm_head_weight
         objective = Objective(kind="cross_entropy")
-        output = self._model(batch.to(weight.device), objective, num_tokens=1, current_version=0)
+        with plain_products(self._model.decoder):  # the engine rounds nothing to float8
+            output = self._model(batch.to(weight.device), objective, num_tokens=1, current_version=0)
         reshard(self._model)
         return Probe(self._ids.tolist(), (-output.per_token.double()).tolist(), self._tolerance)

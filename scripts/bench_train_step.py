@@ -61,6 +61,7 @@ def make_batch(vocab_size: int, num_tokens: int, num_sequences: int) -> PackedBa
         scores=TeacherScores(ids=ids_NK, logprobs=logprobs_NK, tail_logprobs=(-logprobs_NK.exp().sum(-1)).log1p()),
         token_weights=torch.ones(num_tokens),
         policy_versions=torch.zeros(num_tokens, dtype=torch.int32),
+        written_ids=torch.randint(vocab_size, (num_tokens,), generator=generator),
     )
 
 

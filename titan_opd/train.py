@@ -42,6 +42,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
             seed=config.run.seed,
             world=world,
             parallel=config.parallel,
+            sampling=config.rollout.sampling,
         )
         run.begin(parts, learner)
         with run.open_schedule(parts, replay) as schedule:

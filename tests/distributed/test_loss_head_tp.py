@@ -24,17 +24,19 @@ def split(weight, group):
 
 def check_split(scene, group, vocab_size, *, rtol=1e-9, atol=1e-12):
     """Loss, values, metrics and both gradients against those of the whole projection in one process."""
-    expected, expected_hidden, expected_weight = scene.gradients(vocab_size=vocab_size)
+    written = {"written_ids": torch.arange(len(scene.hidden)) * 3 % (vocab_size or len(scene.weight))}
+    expected, expected_hidden, expected_weight = scene.gradients(vocab_size=vocab_size, **written)
     sharded = replace(scene, weight=split(scene.weight, group))
     if scene.scores.lm_head_weight is not None:
         sharded = sharded.with_scores(lm_head_weight=split(scene.scores.lm_head_weight, group))
     output, grad_hidden, grad_weight = sharded.gradients(
-        vocab_size=vocab_size, tp_group=group, logits_chunk_mb=SMALL_CHUNK_MB
+        vocab_size=vocab_size, tp_group=group, logits_chunk_mb=SMALL_CHUNK_MB, **written
     )
     for value, wanted in (
         (output.loss, expected.loss),
         (output.per_token, expected.per_token),
         (output.metrics, expected.metrics),
+        (output.written_logprobs, expected.written_logprobs),
         (grad_hidden, expected_hidden),
         (grad_weight, split(expected_weight, group)),
     ):

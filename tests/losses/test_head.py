@@ -65,6 +65,23 @@ def test_chunks_are_of_about_equal_sizes(rows_that_fit, chunks):
 
 
 @routes
+@pytest.mark.parametrize("chunk_mb", [ONE_ROW_MB, 256.0])
+def test_logprobs_of_written_tokens_beside_the_loss(objective, chunk_mb):
+    """By their definition, over the tokens that exist, whatever the objective; and the loss is what it is without."""
+    scene = build_scene(replace(objective, temperature=0.7), seed=2)
+    scene.token_weights[1] = 0
+    written = torch.tensor([3, 0, 16, 3, 9, 1])
+    output, *gradients = scene.gradients(logits_chunk_mb=chunk_mb, written_ids=written)
+    logprobs = (scene.hidden @ scene.weight.T / 0.7).log_softmax(-1)
+    expected = logprobs.gather(1, written[:, None])[:, 0]
+    expected[1] = 0
+    torch.testing.assert_close(output.written_logprobs, expected)
+    plain, *plain_gradients = scene.gradients(logits_chunk_mb=chunk_mb)
+    assert plain.written_logprobs is None
+    torch.testing.assert_close([output.per_token, *gradients], [plain.per_token, *plain_gradients], rtol=0, atol=0)
+
+
+@routes
 def test_gradients_only_for_what_requires_them(objective):
     scene = build_scene(objective, seed=1)
     both, grad_hidden, grad_weight = scene.gradients()

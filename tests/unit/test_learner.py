@@ -12,14 +12,14 @@ import transformers
 from tests.helpers.tiny_models import make_tiny_checkpoint
 from tests.helpers.trajectories import make_trajectories
 from titan_opd.config import Objective
-from titan_opd.config.schema import OptimizerConfig
+from titan_opd.config.schema import OptimizerConfig, SamplingConfig
 from titan_opd.data import pack
 from titan_opd.learner import DistillationModel, Learner, summarize_steps
 from titan_opd.losses.reference import reference_per_token
-from titan_opd.models import load_decoder
+from titan_opd.models import PackedAttention, load_decoder
 from titan_opd.optimizer import learning_rate
 from titan_opd.parallel import open_world
-from titan_opd.teacher import LabelScorer, NativeScorer
+from titan_opd.teacher import LabelScorer, NativeScorer, TeacherModel
 
 VOCAB_SIZE = 95  # of 101 rows: the rest is padding
 NUM_STEPS = 4
@@ -68,13 +68,13 @@ def make_scored(objective, teacher_path, count=12, seed=0):
     teacher = load_decoder(teacher_path, dtype=torch.float64)
     settings = {"vocab_size": VOCAB_SIZE, "top_k": 7, "num_samples": 3}
     settings |= {"tokens_per_forward": 64, "logits_chunk_mb": 1.0}
-    return NativeScorer(teacher, objective, **settings).score(trajectories)
+    return NativeScorer(TeacherModel(teacher), objective, **settings).score(trajectories)
 
 
-def make_learner(path, objective, world, optimizer=OPTIMIZER):
+def make_learner(path, objective, world, optimizer=OPTIMIZER, sampling=None):
     decoder = load_decoder(path, dtype=torch.float64)
     model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=0.005)  # 6 rows of logits a chunk
-    return Learner(model, objective, optimizer, num_steps=NUM_STEPS, seed=0, world=world)
+    return Learner(model, objective, optimizer, num_steps=NUM_STEPS, seed=0, world=world, sampling=sampling)
 
 
 def weights(learner):
@@ -248,10 +248,55 @@ def test_stale_tokens_are_discounted_by_the_versions_they_are_behind(student_pat
     assert all(later < earlier for earlier, later in itertools.pairwise(losses))
 
 
+@pytest.mark.parametrize("name", ["forward_kl", "jsd", "policy_gradient"])
+def test_the_mismatch_is_of_the_tokens_that_the_present_version_wrote(name, student_path, teacher_path, world):
+    objective = OBJECTIVES[name]
+    sampling = SamplingConfig(temperature=objective.temperature)
+    scored = make_scored(objective, teacher_path)
+    for number, one in enumerate(scored):  # the first token of every other answer is older, one answer trains nothing
+        one.trajectory.policy_versions[:] = 5
+        one.trajectory.policy_versions[: number % 2] = 4
+    scored[3] = dataclasses.replace(scored[3], oldest_version=6)
+    decoder, gaps = load_decoder(student_path, dtype=torch.float64), []
+    for one in scored:
+        prompt, response = one.trajectory.prompt.token_ids, one.trajectory.response_ids
+        (batch,) = pack(LabelScorer().score([one.trajectory]), 100)
+        hidden = decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens, batch.max_seqlen))
+        logits = hidden[len(prompt) - 1 :] @ decoder.lm_head_weight[:VOCAB_SIZE].T / objective.temperature
+        logprobs = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        counts = (one.trajectory.policy_versions == 5) & (one.oldest_version < 6)
+        gaps.append((logprobs - one.trajectory.behavior_logprobs)[counts].abs().detach())
+    expected = torch.cat(gaps)
+    learner = make_learner(student_path, objective, world, sampling=sampling)
+    metrics = learner.step(pack(scored, 40), current_version=5)
+    assert metrics["mismatch/mean"] == pytest.approx(float(expected.mean()), rel=1e-6)
+    assert metrics["mismatch/max"] == pytest.approx(float(expected.max()), rel=1e-6)
+    assert "mismatch/mean" not in learner.step(pack(scored, 40), current_version=7)  # nothing is of that version
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(temperature=0.5), SamplingConfig(top_p=0.9), None])
+def test_other_distributions_than_the_losses_are_not_compared(sampling, student_path, teacher_path, world):
+    objective = Objective(kind="forward_kl")
+    learner = make_learner(student_path, objective, world, sampling=sampling)
+    metrics = learner.step(pack(make_scored(objective, teacher_path), 100), current_version=0)
+    assert not any(name.startswith("mismatch") for name in metrics)
+
+
+def test_answers_without_logprobs_are_compared_with_nothing(student_path, teacher_path, world):
+    objective = OBJECTIVES["cross_entropy"]
+    scored = [
+        dataclasses.replace(one, trajectory=dataclasses.replace(one.trajectory, behavior_logprobs=None))
+        for one in make_scored(objective, teacher_path)
+    ]
+    learner = make_learner(student_path, objective, world, sampling=SamplingConfig())
+    assert "mismatch/mean" not in learner.step(pack(scored, 100), current_version=0)
+
+
 def test_the_optimizer_steps_of_a_batch_are_one_record():
     steps = [
-        {"loss": 1.0, "tokens": 3, "learning_rate": 0.1, "ratio_max": 2.0},
+        {"loss": 1.0, "tokens": 3, "learning_rate": 0.1, "ratio_max": 2.0, "mismatch/mean": 1e-6},
         {"loss": 3.0, "tokens": 5, "learning_rate": 0.2, "ratio_max": 1.0},
     ]
-    assert summarize_steps(steps) == {"loss": 2.0, "tokens": 8, "learning_rate": 0.2, "ratio_max": 2.0}
+    together = {"loss": 2.0, "tokens": 8, "learning_rate": 0.2, "ratio_max": 2.0, "mismatch/mean": 1e-6}
+    assert summarize_steps(steps) == together
     assert summarize_steps(steps[:1]) == steps[0]

@@ -127,6 +127,8 @@ class PackedBatch:
         scores: TeacherScores of N rows.
         token_weights: [N] float32; 0 leaves a row out.
         policy_versions: [N] int32.
+        written_ids: [N] int64, the response tokens.
+        written_logprobs: [N] float32, `Trajectory.behavior_logprobs` of them; None where an answer has none.
     """
 
     input_ids: Tensor
@@ -137,6 +139,8 @@ class PackedBatch:
     scores: TeacherScores
     token_weights: Tensor
     policy_versions: Tensor
+    written_ids: Tensor
+    written_logprobs: Tensor | None = None
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with every tensor on `device`."""

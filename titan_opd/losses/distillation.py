@@ -38,11 +38,14 @@ class DistillationOutput:
         per_token: [N], each row's value before weights, without gradient; 0 for rows of weight 0.
         metrics: scalars without gradient, means over the rows of non-zero weight ("_max": the largest);
             titan_opd/losses/README.md says what each is.
+        written_logprobs: [N] the student's log-probability of each row's `written_ids`, at the objective's temperature,
+            without gradient; 0 for rows of weight 0. None when not asked for.
     """
 
     loss: Tensor
     per_token: Tensor
     metrics: dict[str, Tensor]
+    written_logprobs: Tensor | None = None
 
 
 def distillation_loss(
@@ -60,6 +63,7 @@ def distillation_loss(
     logits_chunk_mb: float = 256.0,
     generator: torch.Generator | None = None,
     m2po_bound: Tensor | None = None,
+    written_ids: Tensor | None = None,
 ) -> DistillationOutput:
     """The objective's loss on response tokens, never holding a matrix of tokens by vocabulary.
 
@@ -83,6 +87,7 @@ def distillation_loss(
             first rank's numbers are used.
         m2po_bound: scalar, the bound of a whole optimizer step's samples, by `losses.m2po_bound`; None: that of this
             call's, found in a pass over the logits of its own.
+        written_ids: [N] int64, tokens whose log-probability is returned, for one more read of the logits.
 
     Raises:
         ValueError: a field that the objective needs is missing, or shapes, ids or log-probabilities cannot be right.
@@ -99,6 +104,7 @@ def distillation_loss(
         vocab_size=vocab_size,
         tp_group=tp_group,
         logits_chunk_mb=logits_chunk_mb,
+        written_ids=written_ids,
     )
     active = inputs.row_numbers
     keys = None
@@ -112,8 +118,12 @@ def distillation_loss(
         for_weight=grad_enabled and lm_head_weight.requires_grad,
     )
     loss = _attach_gradients((inputs.coefficients * output.per_token).sum(), hidden, lm_head_weight, active, output)
-    per_token = output.per_token.new_zeros(len(hidden)).index_copy(0, active, output.per_token)
-    return DistillationOutput(loss, per_token, output.metrics)
+
+    def among_all(values: Tensor) -> Tensor:
+        return values.new_zeros(len(hidden)).index_copy(0, active, values)
+
+    written = None if output.written_logprobs is None else among_all(output.written_logprobs)
+    return DistillationOutput(loss, among_all(output.per_token), output.metrics, written)
 
 
 def _route(

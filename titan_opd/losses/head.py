@@ -38,6 +38,7 @@ class HeadInputs:
         shard: the student's output projection.
         temperature: divides the logits.
         rows_per_chunk: how many rows' logits are held at a time; the same on all ranks of the shard's group.
+        written_ids: [N] int64, tokens whose log-probability is wanted beside the values; None: nobody asks.
     """
 
     row_numbers: Tensor
@@ -47,6 +48,7 @@ class HeadInputs:
     shard: VocabShard
     temperature: float
     rows_per_chunk: int
+    written_ids: Tensor | None = None
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """Chunks of rows and their logits [C, V], temperature applied.
@@ -80,12 +82,14 @@ class HeadOutput:
     Attributes:
         per_token: [N], each row's value.
         metrics: detached scalars.
+        written_logprobs: [N], of `HeadInputs.written_ids` at the objective's temperature; None when not wanted.
         grad_hidden: [N, H], of the sum of coefficients times values; None when not wanted.
         grad_weight: [V, H] of this rank's shard, in at least float32; None when not wanted.
     """
 
     per_token: Tensor
     metrics: dict[str, Tensor]
+    written_logprobs: Tensor | None
     grad_hidden: Tensor | None
     grad_weight: Tensor | None
 
@@ -94,14 +98,20 @@ class HeadOutput:
 def run_head(inputs: HeadInputs, route: Route, *, for_hidden: bool, for_weight: bool) -> HeadOutput:
     """Values, metrics and the wanted gradients of all rows, chunk by chunk."""
     per_token_N = torch.zeros_like(inputs.coefficients)
+    written_N = None if inputs.written_ids is None else torch.zeros_like(inputs.coefficients)
     metrics = RowMetrics()
     gradients = _GradientSums(inputs, for_hidden=for_hidden, for_weight=for_weight)
     for rows, logits_CV in inputs.logits():
+        if written_N is not None:  # before the gradient is written over the logits
+            stats = inputs.shard.stats(logits_CV, inputs.written_ids[rows, None])
+            written_N[rows] = stats.candidates[:, 0] - stats.max - stats.sum_exp.log()
         values = route(inputs, rows, logits_CV, write_gradient=for_hidden or for_weight)
         per_token_N[rows] = values.per_token.detach()
         metrics.add(values.metrics)
         gradients.add(rows, logits_CV)
-    return HeadOutput(per_token_N, metrics.finish(len(per_token_N)), gradients.finish_hidden(), gradients.weight)
+    return HeadOutput(
+        per_token_N, metrics.finish(len(per_token_N)), written_N, gradients.finish_hidden(), gradients.weight
+    )
 
 
 class _GradientSums:

@@ -41,6 +41,7 @@ def build_inputs(
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     logits_chunk_mb: float = 256.0,
+    written_ids: Tensor | None = None,
 ) -> tuple[HeadInputs, TeacherLogits | None]:
     """What the loss head works on, and for the dense support the teacher's logits; arguments as `distillation_loss`.
 
@@ -72,6 +73,7 @@ def build_inputs(
         shard=shard,
         temperature=objective.temperature,
         rows_per_chunk=rows_per_chunk(len(active), row_bytes, logits_chunk_mb),
+        written_ids=None if written_ids is None else written_ids[active],
     )
     return inputs, teacher
 

@@ -12,6 +12,7 @@ from titan_opd.observe import PhaseClock
 from titan_opd.parallel import World
 from titan_opd.rollout import Recording, RolloutEngine
 from titan_opd.teacher import Scorer
+from titan_opd.weights.gap import gap_metrics
 
 
 class SyncSchedule:
@@ -20,7 +21,8 @@ class SyncSchedule:
     Args:
         prompts, engine, scorer: the parts.
         recording, schedule, rollout: how answers are written.
-        deliver: gives the engine the student's present weights as the version that it is called with.
+        deliver: gives the engine the student's present weights as the version that it is called with, and returns the
+            probe's gap.
         clock, world: of the run.
     """
 
@@ -33,7 +35,7 @@ class SyncSchedule:
         recording: Recording,
         schedule: ScheduleConfig,
         rollout: RolloutConfig,
-        deliver: Callable[[int], None],
+        deliver: Callable[[int], float | None],
         clock: PhaseClock,
         world: World,
     ) -> None:
@@ -63,9 +65,8 @@ class SyncSchedule:
         return scored
 
     def publish(self, version: int) -> dict[str, float]:
-        """Give the engine the weights of the next version, in place."""
-        self._deliver(version)
-        return {}
+        """Give the engine the weights of the next version, in place; returns how far it is from the trainer then."""
+        return gap_metrics(self._world.gather(self._deliver(version)))
 
     def cut(self) -> None:
         """Nothing is under way between two steps: the position of the prompts says all."""

@@ -19,6 +19,7 @@ from titan_opd.observe import PhaseClock
 from titan_opd.parallel import World
 from titan_opd.schedule.headers import CHECKPOINT
 from titan_opd.schedule.service import JsonText, checkpoint_keys, split_payload_name
+from titan_opd.weights.gap import gap_metrics
 from titan_opd.weights.manifest import Probe
 from titan_opd.weights.publisher import WeightPublisher
 
@@ -84,6 +85,7 @@ class WorkerSchedule:
         world: World,
     ) -> None:
         self._from_checkpoint: list[str] = []  # payloads of the present batch that the checkpoint kept
+        self._probe_gaps: list[float] = []  # of the engines, when the present batch was made
         self._link = link
         self._fetcher = fetcher
         self._publisher = publisher
@@ -112,6 +114,7 @@ class WorkerSchedule:
                 batch, lost = self._fetch(assignment)
                 all_lost = list(dict.fromkeys(one for share in self._world.gather(lost) for one in share))
             if not all_lost:
+                self._probe_gaps = assignment.probe_gaps
                 self._from_checkpoint = self._keys_of_checkpoint(assignment)
                 self._clock.count_tokens("rollout", sum(len(one.trajectory.response_ids) for one in batch))
                 return batch
@@ -175,7 +178,8 @@ class WorkerSchedule:
             trained: False for the version that a run begins with, which no step has made.
 
         Returns:
-            Of the main process: how much of the weights changed, where that was found out (`weights.delta`).
+            Of the main process: how much of the weights changed, where that was found out (`weights.delta`), and the
+            probe's gap at the engines after the last update that each took.
         """
         self._publisher.publish(version, probe=None if self._probe is None else self._probe())
         if self._link is not None:
@@ -183,7 +187,7 @@ class WorkerSchedule:
                 self._link.kept.release(self._from_checkpoint)
                 self._link.port.send(wire.BatchTrained(version - 1))
             self._link.port.send(wire.NewVersion(version, self._link.weights.address))
-        return self._publisher.metrics
+        return {**self._publisher.metrics, **gap_metrics(self._probe_gaps)}
 
     # ---- The cut -----------------------------------------------------------------------------------------------------
 

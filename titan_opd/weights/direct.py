@@ -35,7 +35,7 @@ class DirectDelivery:
         self._bucket_bytes = bucket_bytes
         self._previous: dict[str, int] = {}
 
-    def deliver(self, target: WeightTarget, version: int, *, probe: Probe | None = None) -> None:
+    def deliver(self, target: WeightTarget, version: int, *, probe: Probe | None = None) -> float | None:
         """Make the engine serve the trainer's present weights as `version`.
 
         Args:
@@ -44,15 +44,17 @@ class DirectDelivery:
             probe: what the engine compares itself with.
 
         Raises:
+        Returns:
+            What `check_probe` does; None where it was not asked for.
+
             LayoutError, TransferError: the old version is in service if nothing was written.
             VerificationError: the engine does not hold what was sent; it serves nothing.
         """
         if target.takes_rows:
-            self._deliver_rows(target, version, probe)
-        else:
-            self._deliver_copy(target, version, probe)
+            return self._deliver_rows(target, version, probe)
+        return self._deliver_copy(target, version, probe)
 
-    def _deliver_rows(self, target: WeightTarget, version: int, probe: Probe | None) -> None:
+    def _deliver_rows(self, target: WeightTarget, version: int, probe: Probe | None) -> float | None:
         """Digests are of pieces, as the source cuts them, so that no whole tensor is needed."""
         about = {"version": version, "worker": self._worker}
         dtype = self._source.dtype
@@ -71,24 +73,25 @@ class DirectDelivery:
             # Read when all is written: a parameter that lies on top of another one shows.
             found = {key: digest(_stored(update, name).narrow(0, *rows)) for key, (name, *rows) in places.items()}
             check_digests(sent, found, previous=self._previous, what="stored", **about)
-            if self._checks.probe and probe is not None:
-                check_probe(probe, update, **about)
+            gap = check_probe(probe, update, **about) if self._checks.probe and probe is not None else None
         self._previous = sent
 
-    def _deliver_copy(self, target: WeightTarget, version: int, probe: Probe | None) -> None:
+    def _deliver_copy(self, target: WeightTarget, version: int, probe: Probe | None) -> float | None:
         memory = InProcess()
         publisher = WeightPublisher(
             self._source, [memory], None, bucket_bytes=self._bucket_bytes, digests=self._checks.digest
+        return gap
         )
         manifest = publisher.publish(version, probe=probe)
         assert manifest is not None
         buckets = memory.published(version)
         previous = self._previous
-        put_in(target, manifest, iter(buckets), worker=self._worker, checks=self._checks, previous=previous)
+        gap = put_in(target, manifest, iter(buckets), worker=self._worker, checks=self._checks, previous=previous)
         self._previous = manifest.digests
 
 
 def _stored(update: WeightUpdate, name: str) -> Tensor:
     stored = update.stored(name)
     assert stored is not None, f"an engine that takes rows can be read, and {name} cannot"
+        return gap
     return stored.detach()

@@ -70,6 +70,7 @@ class WeightReceiver:
     Attributes:
         transport: the one that brought the last version; "" before the first.
         took_delta: whether the last version came as what changed.
+        probe_gap: what `check_probe` found after it, in nats; None where it was not asked for.
 
     Raises:
         ValueError: changes without digests, which alone tell whether they were made to the right version.
@@ -91,6 +92,7 @@ class WeightReceiver:
             raise ValueError(f"changes need digests (delta = True, {checks}): nothing else finds a wrong base")
         self.transport = ""
         self.took_delta = False
+        self.probe_gap: float | None = None
         self._fetcher = fetcher
         self._worker = worker
         self._checks = checks
@@ -127,7 +129,7 @@ class WeightReceiver:
         if self._delta and not target.takes_rows:
             self._mirror = target = self._mirror or Mirror(target)
         about = {"worker": self._worker, "checks": self._checks, "previous": previous}
-        put_in(target, manifest, buckets, as_delta=as_delta, **about)
+        self.probe_gap = put_in(target, manifest, buckets, as_delta=as_delta, **about)
         self._previous = manifest.digests
         self.transport, self.took_delta = inlet.name, as_delta
 
@@ -185,7 +187,7 @@ def put_in(
     checks: Checks,
     previous: Mapping[str, int],
     as_delta: bool = False,
-) -> None:
+) -> float | None:
     """Write a version into an engine and check it, as the head of this module says.
 
     Args:
@@ -196,6 +198,9 @@ def put_in(
         checks: after the last byte.
         previous: digests of the version that the engine has now, empty where they are not known.
         as_delta: the buckets are those of the changes, and the engine has their base; its updates take changes.
+
+    Returns:
+        What `check_probe` does; None where it was not asked for.
 
     Raises:
         LayoutError, TransferError, ChannelError, VerificationError: as `WeightReceiver.take`.
@@ -233,11 +238,15 @@ def put_in(
             known = {name: value for name, value in fingerprints.items() if value is not None}
             check_moved(sent, previous, known, update.fingerprint, **about)
         if checks.probe and manifest.probe is not None:
-            check_probe(manifest.probe, update, **about)
+            return check_probe(manifest.probe, update, **about)
+    return None
 
 
-def check_probe(probe: Probe, update: WeightUpdate, *, version: int, worker: str) -> None:
+def check_probe(probe: Probe, update: WeightUpdate, *, version: int, worker: str) -> float:
     """Compare the engine's log-probabilities of a fixed text with the trainer's.
+
+    Returns:
+        Their mean absolute difference, in nats a token.
 
     Raises:
         VerificationError: they differ by more than what rounding explains.
@@ -251,6 +260,7 @@ def check_probe(probe: Probe, update: WeightUpdate, *, version: int, worker: str
             f"from the trainer's by {difference:.3g} nats a token on average, {probe.tolerance:g} are allowed for "
             "rounding: the engine computes something else with these weights"
         )
+    return difference
 
 
 def _stored(update: WeightUpdate, name: str) -> Tensor:

@@ -148,8 +148,8 @@ def open_schedule(
         yield schedule
 
 
-def _delivery(config: Config, parts: Parts, world: World) -> Callable[[int], None]:
-    """Gives this process's engine the student's present weights as a version."""
+def _delivery(config: Config, parts: Parts, world: World) -> Callable[[int], float | None]:
+    """Gives this process's engine the student's present weights as a version, and returns the probe's gap."""
     engine = parts.engine
     if config.rollout.engine == "answers" and parts.recording == RECORD_NOTHING:
         return lambda version: engine.load_weights((), version)  # the data's own answers: nobody computes with them

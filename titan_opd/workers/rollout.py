@@ -137,7 +137,7 @@ class RolloutWorker:
             seconds = time.monotonic() - begin
             logger.info("weights come by %s, %s: version %d in %.2f s", way[0], form, update.version, seconds)
         self._update, self._failures = None, 0
-        self._port.send(wire.EngineVersion(update.version))
+        self._port.send(wire.EngineVersion(update.version, self._receiver.probe_gap))
 
     def _update_failed(self, version: int, error: ChannelError | WeightError) -> None:
         """Keep the old version in service if nothing was written, and try again, unless that is of no use.

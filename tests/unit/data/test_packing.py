@@ -175,6 +175,6 @@ def test_to_moves_every_tensor():
     (batch,) = pack([ScoredTrajectory(make_scored([1], [2, 3]).trajectory, score_rows(2, 2))], 8)
     moved = batch.to("meta")
     tensors = [value for record in (moved, moved.scores) for value in vars(record).values() if torch.is_tensor(value)]
-    assert len(tensors) == 6 + 8
+    assert len(tensors) == 7 + 8
     assert all(tensor.is_meta for tensor in tensors)
     assert moved.max_seqlen == batch.max_seqlen

@@ -141,17 +141,17 @@ def pack_microbatch(scored: Sequence[ScoredTrajectory]) -> PackedBatch:
         scores=_concatenate_scores(scored),
         token_weights=torch.cat([(one.trajectory.policy_versions >= one.oldest_version).float() for one in scored]),
         policy_versions=torch.cat([trajectory.policy_versions for trajectory in trajectories]),
-    )
         written_ids=torch.cat([trajectory.response_ids for trajectory in trajectories]),
         written_logprobs=_written_logprobs(trajectories),
+    )
 
 
-def _concatenate_scores(scored: Sequence[ScoredTrajectory]) -> TeacherScores:
 def _written_logprobs(trajectories: Sequence[Trajectory]) -> Tensor | None:
     rows = [trajectory.behavior_logprobs for trajectory in trajectories]
     return None if any(row is None for row in rows) else torch.cat(rows)
 
 
+def _concatenate_scores(scored: Sequence[ScoredTrajectory]) -> TeacherScores:
     fields: dict[str, Tensor | None] = {}
     for name, filler in _RAGGED_FIELDS.items():
         fields[name] = _concatenate(scored, name, filler)

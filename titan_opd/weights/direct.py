@@ -43,10 +43,10 @@ class DirectDelivery:
             version: the policy version.
             probe: what the engine compares itself with.
 
-        Raises:
         Returns:
             What `check_probe` does; None where it was not asked for.
 
+        Raises:
             LayoutError, TransferError: the old version is in service if nothing was written.
             VerificationError: the engine does not hold what was sent; it serves nothing.
         """
@@ -75,12 +75,12 @@ class DirectDelivery:
             check_digests(sent, found, previous=self._previous, what="stored", **about)
             gap = check_probe(probe, update, **about) if self._checks.probe and probe is not None else None
         self._previous = sent
+        return gap
 
     def _deliver_copy(self, target: WeightTarget, version: int, probe: Probe | None) -> float | None:
         memory = InProcess()
         publisher = WeightPublisher(
             self._source, [memory], None, bucket_bytes=self._bucket_bytes, digests=self._checks.digest
-        return gap
         )
         manifest = publisher.publish(version, probe=probe)
         assert manifest is not None
@@ -88,10 +88,10 @@ class DirectDelivery:
         previous = self._previous
         gap = put_in(target, manifest, iter(buckets), worker=self._worker, checks=self._checks, previous=previous)
         self._previous = manifest.digests
+        return gap
 
 
 def _stored(update: WeightUpdate, name: str) -> Tensor:
     stored = update.stored(name)
     assert stored is not None, f"an engine that takes rows can be read, and {name} cannot"
-        return gap
     return stored.detach()

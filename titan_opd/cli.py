@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titan_opd import __version__
 from titan_opd.channel.errors import ChannelError
-from titan_opd.errors import StallError, StorageError
+from titan_opd.errors import LostProcessError, StallError, StorageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             resume = "; the same command with --resume goes on from the newest checkpoint"
             message = f"interrupted{resume if options.command == 'train' else ''}"
             status = 128 + (signals or [signal.SIGINT])[0]
-        elif isinstance(error, (ValueError, StorageError, StallError, ChannelError)):
+        elif isinstance(error, (ValueError, StorageError, StallError, LostProcessError, ChannelError)):
             message = f"error: {error}"
             status = 2 if isinstance(error, ValueError) else 1
         else:
             raise
-        # A ValueError can be of one process alone; all others are known to all.
-        if _is_main() or isinstance(error, ValueError):
+        # A ValueError can be of one process alone, and the main one can be lost; all others are known to all.
+        if _is_main() or isinstance(error, (ValueError, LostProcessError)):
             print(f"titan-opd {options.command}: {message}", file=sys.stderr)
         return status
 

@@ -11,6 +11,10 @@ class StorageError(RuntimeError):
     """Something could not be written: a full disk, a lost mount. The checkpoints that were complete still are."""
 
 
+class LostProcessError(RuntimeError):
+    """Another process of the trainer is gone or does not answer. The newest checkpoint is intact."""
+
+
 class StallError(RuntimeError):
     """Nothing has moved for too long; the watchdog ended the run. The newest checkpoint is intact."""
 

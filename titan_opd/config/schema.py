@@ -485,6 +485,12 @@ class ParallelConfig:
         choices=("last", "each"),
     )
     cpu_offload: bool = option(False, "parameters, gradients and optimizer state live in the host's memory")
+    timeout_seconds: float = option(
+        1800.0,
+        "a process that has waited so long for the others ends and says for whom; above the longest time that one of "
+        "them writes or scores answers alone",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         check_section(self, "parallel")

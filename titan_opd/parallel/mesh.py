@@ -10,7 +10,10 @@ Neighbouring ranks are neighbours on the tp axis, whose traffic is the heaviest:
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_opd.config.schema import ParallelConfig
 
@@ -28,6 +31,12 @@ def build_mesh(config: ParallelConfig, device_type: str, num_processes: int) -> 
     if config.tp > 1:  # then the gradient's norm is one sum over processes, not one for each axis
         mesh[AXES if config.dp_replicate > 1 else AXES[1:]]._flatten("holders")
     return mesh
+
+
+def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
+    """How long a process waits for the others of an axis; axes do not take it over from the group of all processes."""
+    for axis in (*AXES, "dp", *(["holders"] if mesh["tp"].size() > 1 else [])):
+        _set_pg_timeout(timedelta(seconds=seconds), mesh[axis].get_group())
 
 
 def axis_sizes(config: ParallelConfig, num_processes: int) -> tuple[int, int, int]:

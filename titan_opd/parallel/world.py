@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from titan_opd.config.schema import ParallelConfig
-from titan_opd.parallel.mesh import build_mesh
+from titan_opd.parallel.lost import naming_lost_processes
+from titan_opd.parallel.mesh import build_mesh, set_timeout
 
 T = TypeVar("T")
 
@@ -125,20 +128,30 @@ def open_world(config: ParallelConfig = ParallelConfig()) -> Iterator[World]:  #
 
     Raises:
         ValueError: the axes of `config` do not multiply to the number of processes.
+        LostProcessError: in the block, another process ended or did not answer in time; it says which and where.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     opened = not dist.is_initialized()
+    guard: AbstractContextManager[None] = nullcontext()
     if opened:
+        timeout = timedelta(seconds=config.timeout_seconds)
+        store, rank, size = dist.HashStore(), 0, 1
+        if "RANK" in os.environ:
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        lone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **lone)
+        groups = dist.PrefixStore("groups", store)
+        dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=timeout)
+        guard = naming_lost_processes(dist.PrefixStore("ends", store), rank, size, config.timeout_seconds)
     size = dist.get_world_size()
     try:
-        mesh = build_mesh(config, device.type, size)
-        yield World(dist.get_rank(), size, device, mesh)
+        with guard:
+            mesh = build_mesh(config, device.type, size)
+            if opened:
+                set_timeout(mesh, config.timeout_seconds)
+            yield World(dist.get_rank(), size, device, mesh)
     finally:
         if opened:
             dist.destroy_process_group()

@@ -147,9 +147,9 @@ def make_batches(trajectories: Sequence[Trajectory], objective: Objective, world
     return pack(make_scorer(objective).score(world.share(trajectories)), 30)
 
 
-def uneven_trajectories(seed: int) -> list[Trajectory]:
+def uneven_trajectories(seed: int, num_samples: int = 3) -> list[Trajectory]:
     """Short and long answers in turn: of two processes the second has all the long ones, and more micro-batches."""
-    settings = {"vocab_size": VOCAB_SIZE, "num_samples": 3, "top_k": 5}
+    settings = {"vocab_size": VOCAB_SIZE, "num_samples": num_samples, "top_k": 5}
     short = make_trajectories(6, longest=4, seed=2 * seed, **settings)
     long = make_trajectories(6, longest=12, seed=2 * seed + 1, **settings)
     return [trajectory for pair in zip(short, long, strict=True) for trajectory in pair]

@@ -21,6 +21,7 @@ from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
 from tests.helpers.communication import CountCommunication
 from titan_opd.checkpoint import checkpoint_steps, load_trainer, save_checkpoint
 from titan_opd.config import Objective
+from titan_opd.config.float8 import Float8Config
 from titan_opd.config.schema import OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_opd.data import load_tokenizer, pack
 from titan_opd.learner import DistillationModel, Learner
@@ -38,6 +39,9 @@ STUDENTS = {
 }
 OBJECTIVES = {
     "forward_kl": Objective(kind="forward_kl"),
+    "reverse_kl": Objective(kind="reverse_kl"),
+    "policy_gradient": Objective(kind="policy_gradient"),
+    "hybrid": Objective(kind="hybrid"),
     "jsd": Objective(kind="jsd", support="dense"),
     "m2po": Objective(kind="policy_gradient", correction="m2po", m2_budget=0.02),
 }
@@ -76,9 +80,9 @@ def make_student(name: str, **shape: int) -> Decoder:
 
 
 def make_model(
-    student: str, mesh: DeviceMesh, parallel: ParallelConfig, training: TrainingConfig = TRAINING
+    student: str, mesh: DeviceMesh, parallel: ParallelConfig, training: TrainingConfig = TRAINING, **shape: int
 ) -> DistillationModel:
-    decoder = make_student(student)
+    decoder = make_student(student, **shape)
     model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=0.001)
     parallelize(model, decoder, mesh, training, parallel, forward_methods=("sweep",))
     return model
@@ -91,11 +95,14 @@ def train(
     parallel: ParallelConfig,
     training: TrainingConfig = TRAINING,
     optimizer: OptimizerConfig = OPTIMIZER,
+    **shape: int,
 ) -> dict[str, Any]:
     """Gradients of the first batch, metrics of `NUM_STEPS` steps, the weights after them."""
-    model = make_model(student, world.mesh, parallel, training)
+    model = make_model(student, world.mesh, parallel, training, **shape)
     # Few, but uneven: of two shares one has more micro-batches than the other.
-    batches = [make_batches(uneven_trajectories(step)[:8], objective, world) for step in range(NUM_STEPS)]
+    num_samples = 2 if objective.kind == "hybrid" else 3  # the expert's token and the student's
+    answers = [uneven_trajectories(step, num_samples)[:8] for step in range(NUM_STEPS)]
+    batches = [make_batches(step, objective, world) for step in answers]
     gradients = first_gradients(model, objective, batches[0], world)
     learner = Learner(model, objective, optimizer, num_steps=NUM_STEPS, seed=0, world=world, parallel=parallel)
     return {
@@ -109,12 +116,16 @@ ALL_CASES = list(itertools.product(STUDENTS, OBJECTIVES))
 
 
 def cases_of(layout: str) -> list[tuple[str, str]]:
-    """Which students train with which objectives: all with all where everything meets, else each student once."""
+    """Which students train with which objectives.
+
+    All with all where everything meets; in the other layouts of each axis, every objective with a student, and every
+    student; else each student once. In another layout it is another combination.
+    """
     if layout == "fsdp x tp, sequence":
         return ALL_CASES
-    turn = len(layout)  # another objective for each student, and in another layout others
-    kinds = list(OBJECTIVES)
-    return [(student, kinds[(turn + number) % len(kinds)]) for number, student in enumerate(STUDENTS)]
+    turn, students, kinds = len(layout), list(STUDENTS), list(OBJECTIVES)
+    count = len(kinds) if layout in ("fsdp", "tp", "fsdp x tp", "hsdp") else len(students)
+    return [(students[i % len(students)], kinds[(turn + i) % len(kinds)]) for i in range(count)]
 
 
 def layouts_here() -> dict[str, ParallelConfig]:
@@ -191,13 +202,14 @@ def go_on(folder: Path, mesh: tuple[int, int], place: int) -> dict[str, dict[str
     """One step of each optimizer's run in `folder` on `mesh`, from the checkpoint of the step before to the next."""
     parallel = ParallelConfig(dp_shard=mesh[0], tp=mesh[1])
     with open_world(parallel) as world:
-        return {name: _go_on(folder / name, place, world, parallel, OPTIMIZERS[name]) for name in OPTIMIZERS}
+        return {name: take_step(folder / name, place, world, parallel, OPTIMIZERS[name]) for name in OPTIMIZERS}
 
 
-def _go_on(
-    folder: Path, place: int, world: World, parallel: ParallelConfig, optimizer: OptimizerConfig
+def take_step(
+    folder: Path, place: int, world: World, parallel: ParallelConfig, optimizer: OptimizerConfig, **shape: int
 ) -> dict[str, Any]:
-    model = make_model(CHECKPOINTED, world.mesh, parallel)
+    """The step `place` of the run in `folder`: from the checkpoint before it, if any, to the one after it."""
+    model = make_model(CHECKPOINTED, world.mesh, parallel, **shape)
     objective = OBJECTIVES["forward_kl"]
     learner = Learner(model, objective, optimizer, num_steps=NUM_STEPS, seed=0, world=world, parallel=parallel)
     loaded = {}
@@ -252,17 +264,53 @@ def train_recomputing(student: str, world: World, parallel: ParallelConfig) -> d
     return {mode: train(student, objective, world, parallel, training) for mode, training in modes.items()}
 
 
+# ---- Narrow types ----------------------------------------------------------------------------------------------------
+
+NARROW = {
+    "bfloat16": replace(TRAINING, compute_dtype="bfloat16"),
+    "tensorwise": replace(TRAINING, float8=Float8Config("tensorwise", emulate=True)),
+    "rowwise": replace(TRAINING, float8=Float8Config("rowwise", emulate=True)),
+}
+NARROW_LAYOUTS = {1: ("alone",), 2: ("fsdp", "tp"), 4: ("fsdp x tp, sequence",)}
+# float8 wants multiples of 16 on each process; the heads of two are 32 inputs and outputs.
+NARROW_SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+
+
+def train_narrow(world: World, parallel: ParallelConfig) -> dict[str, dict[str, Any]]:
+    """The same training in each of the narrow types; in one process in float32, too."""
+    objective = OBJECTIVES["forward_kl"]
+    types = NARROW | ({"float32": TRAINING} if world.size == 1 else {})
+    return {
+        name: train("qwen3", objective, world, parallel, training, **NARROW_SHAPE) for name, training in types.items()
+    }
+
+
+# ---- A world of eight ------------------------------------------------------------------------------------------------
+
+ALL_AXES = ParallelConfig(dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=True)
+ALL_AXES_CASES = (("qwen3", "forward_kl"), ("llama tied", "hybrid"))
+
+
+def train_on_all_axes() -> dict[tuple[str, str], dict[str, Any]]:
+    """Two copies, of two shards, of two parts each."""
+    with open_world(ALL_AXES) as world:
+        return {case: train(case[0], OBJECTIVES[case[1]], world, ALL_AXES) for case in ALL_AXES_CASES}
+
+
 # ---- All of it -------------------------------------------------------------------------------------------------------
 
 
 def run_everything(folder: Path) -> dict[str, Any]:
     """Every check of the world that there is."""
-    results: dict[str, Any] = {"trained": {}, "communication": {}, "recomputed": {}, "loaded": load_layouts(folder)}
+    results: dict[str, Any] = {name: {} for name in ("trained", "narrow", "communication", "recomputed")}
+    results["loaded"] = load_layouts(folder)
     for layout, parallel in layouts_here().items():
         with open_world(parallel) as world:
             for student, kind in cases_of(layout) if dist.get_world_size() > 1 else ALL_CASES:
                 results["trained"][layout, student, kind] = train(student, OBJECTIVES[kind], world, parallel)
             results["communication"][layout] = count_communication("qwen3", world, parallel)
+            if layout in NARROW_LAYOUTS[world.size]:
+                results["narrow"][layout] = train_narrow(world, parallel)
             if layout in ("fsdp", "tp, sequence"):
                 results["recomputed"][layout] = train_recomputing("qwen3", world, parallel)
     return results

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from tests.distributed.parallel_cases import (
+    ALL_AXES,
+    ALL_AXES_CASES,
     ALL_CASES,
     CHAIN,
     LAYOUTS,
+    NARROW_LAYOUTS,
     NUM_GROUPS,
     NUM_MICRO_BATCHES,
     NUM_STEPS,
@@ -21,6 +24,7 @@ from tests.distributed.parallel_cases import (
     go_on,
     make_student,
     run_everything,
+    train_on_all_axes,
 )
 from tests.helpers.worlds import run_world
 from titan_opd.checkpoint import checkpoint_steps
@@ -69,6 +73,24 @@ def assert_equal(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
+def assert_same_training(result, expected, weights=1e-5, metrics=1e-5):
+    """Gradients, all metrics and weights after the last step agree."""
+    assert len(expected["steps"]) == NUM_STEPS
+    assert_close(result["gradients"], expected["gradients"])
+    assert_close(result["weights"], expected["weights"], atol=weights)
+    for step, expected_step in zip(result["steps"], expected["steps"], strict=True):
+        assert comparable(step) == pytest.approx(comparable(expected_step), rel=metrics, abs=metrics)
+
+
+def distance(left, right):
+    """Of a parameter's gradients relative to the right one's norm, for the parameter where it is largest."""
+    return max(float((left[name] - right[name]).norm() / right[name].norm()) for name in right)
+
+
+def losses(result):
+    return [metrics["loss"] for metrics in result["steps"]]
+
+
 def comparable(metrics):
     """Without a quotient of means, which depends on how a batch is cut."""
     return {name: value for name, value in metrics.items() if name != "effective_sample_share"}
@@ -76,13 +98,56 @@ def comparable(metrics):
 
 @pytest.mark.parametrize(("size", "layout", "student", "kind"), TRAINED)
 def test_training_is_that_of_one_process(alone, worlds, size, layout, student, kind):
-    expected = alone["trained"]["alone", student, kind]
-    assert len(expected["steps"]) == NUM_STEPS
     for result in (rank["trained"][layout, student, kind] for rank in worlds[size]):
-        assert_close(result["gradients"], expected["gradients"])
-        assert_close(result["weights"], expected["weights"])
-        for metrics, expected_metrics in zip(result["steps"], expected["steps"], strict=True):
-            assert comparable(metrics) == pytest.approx(comparable(expected_metrics), rel=1e-5, abs=1e-5)
+        assert_same_training(result, alone["trained"]["alone", student, kind])
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp x tp", "hsdp"])
+def test_every_objective_and_every_student_is_trained_on_each_axis(layout):
+    students, kinds = (set(names) for names in zip(*cases_of(layout), strict=True))
+    assert students == set(STUDENTS)
+    assert {"forward_kl", "reverse_kl", "policy_gradient", "hybrid"} <= kinds
+
+
+def test_two_copies_of_two_shards_of_two_parts_train_as_one_process(alone, tmp_path):
+    size = ALL_AXES.dp_replicate * ALL_AXES.dp_shard * ALL_AXES.tp
+    for rank in run_world(train_on_all_axes, size=size, folder=tmp_path):
+        for case in ALL_AXES_CASES:
+            student, kind = case
+            assert_same_training(rank[case], alone["trained"]["alone", student, kind])
+
+
+NARROW_PLACES = [(size, layout) for size, layouts in NARROW_LAYOUTS.items() if size > 1 for layout in layouts]
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("size", "layout"), NARROW_PLACES)
+def test_float8_rounds_on_every_layout_as_in_one_process(alone, worlds, size, layout, kind):
+    """Its scales are powers of two: which tokens share one does not show. A sum that is rounded otherwise can: a number
+    between two of float8's falls to the other side, in the last steps."""
+    for result in (rank["narrow"][layout][kind] for rank in worlds[size]):
+        assert_same_training(result, alone["narrow"]["alone"][kind], weights=1e-4, metrics=1e-3)
+
+
+@pytest.mark.parametrize(("size", "layout"), NARROW_PLACES)
+def test_bfloat16_differs_among_layouts_less_than_from_float32(alone, worlds, size, layout):
+    """bfloat16 has 8 bits: a number is rounded by up to 1/256 of itself, a gradient here by 2 % on average."""
+    expected = alone["narrow"]["alone"]
+    for result in (rank["narrow"][layout]["bfloat16"] for rank in worlds[size]):
+        assert distance(result["gradients"], expected["bfloat16"]["gradients"]) < 0.03
+        assert 0.02 < distance(result["gradients"], expected["float32"]["gradients"]) < 0.1
+        for reference in ("bfloat16", "float32"):
+            assert losses(result) == pytest.approx(losses(expected[reference]), rel=0.01)
+            assert_close(result["weights"], expected[reference]["weights"], atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_float8_is_near_float32(alone, kind):
+    """Its numbers have 4 bits or 3: they are rounded by up to 1/16, or 1/8, of themselves."""
+    result, expected = (alone["narrow"]["alone"][name] for name in (kind, "float32"))
+    assert 0.1 < distance(result["gradients"], expected["gradients"]) < 0.4
+    assert losses(result) == pytest.approx(losses(expected), rel=0.05)
+    assert_close(result["weights"], expected["weights"], atol=1e-2)
 
 
 @pytest.mark.parametrize(("student", "kind"), ALL_CASES)

@@ -1,4 +1,4 @@
-"""The command line: titan-opd train | eval | export | trace | worker."""
+"""The command line: titan-opd train | plan | eval | export | trace | worker."""
 
 from __future__ import annotations
 
@@ -85,6 +85,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dry-run", action="store_true", help="check everything that can be checked, train nothing")
     command.set_defaults(run=_train)
 
+    command = commands.add_parser("plan", help="say what a run will need, before it runs", epilog=override)
+    command.add_argument("config", help="TOML file; of its models only the shapes are read")
+    command.add_argument("--world", type=int, metavar="N", help="trainer processes (default: what [parallel] asks for)")
+    command.add_argument("--prompt-tokens", type=int, metavar="N", help="of each prompt (default: the longest allowed)")
+    command.add_argument("--answer-tokens", type=int, metavar="N", help="of each answer (default: the longest allowed)")
+    command.add_argument("--device", default="h100", help="of all roles: a100, h100 (default) or h200")
+    command.add_argument("--flops", type=float, metavar="TFLOPS", help="of the device, instead of its datasheet's")
+    command.add_argument("--bandwidth", type=float, metavar="GB/S", help="of its memory, instead of its datasheet's")
+    command.add_argument("--utilization", type=float, default=0.4, help="share of these that is reached (default: 0.4)")
+    command.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    command.set_defaults(run=_plan)
+
     command = commands.add_parser("eval", help="answer and grade the evaluation prompts", epilog=override)
     command.add_argument("config", help="TOML file; --student.path RUN/checkpoints/step-N evaluates a checkpoint")
     command.set_defaults(run=_evaluate)
@@ -143,6 +155,32 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     tables = train(config, resume=options.resume, replay=replay).tables()
     if _is_main():
         print_tables(tables)
+    return 0
+
+
+def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
+    from titan_opd.config import load_config
+
+    config = load_config(options.config, overrides)
+
+    from titan_opd.observe import print_tables
+    from titan_opd.planning import report
+    from titan_opd.planning.devices import pick_device
+    from titan_opd.planning.plan import make_plan
+
+    plan = make_plan(
+        config,
+        num_processes=options.world,
+        prompt_tokens=options.prompt_tokens,
+        answer_tokens=options.answer_tokens,
+        device=pick_device(options.device, flops=options.flops, bandwidth=options.bandwidth),
+        utilization=options.utilization,
+    )
+    _say(*report.describe(plan))
+    print_tables(report.tables(plan))
+    _say(*report.other_volumes(plan), *report.verdict(plan))
+    if options.json:
+        report.write_json(plan, Path(options.json))
     return 0
 
 

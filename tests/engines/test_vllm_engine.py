@@ -264,6 +264,26 @@ def test_pieces_are_whole_parameters_and_the_probe_reads_the_new_weights(student
         update.write([Piece("model.embed_tokens.weight", 0, torch.zeros(3, 32))])
 
 
+def test_an_update_of_a_sleeping_engine_wakes_its_weights_first(
+    student: Decoder, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sleep frees only a GPU shows (tests/engines/test_vllm_gpu.py); the calls are the same ones here."""
+    calls: list[tuple] = []
+    begin = engine._layerwise.begin
+    monkeypatch.setattr(engine, "_sleeps", True)
+    monkeypatch.setattr(engine, "_awake", set())
+    monkeypatch.setattr(engine._llm, "wake_up", lambda tags: calls.append(("wake", *tags)))
+    monkeypatch.setattr(engine._llm, "sleep", lambda level: calls.append(("sleep", level)))
+    monkeypatch.setattr(engine._layerwise, "begin", lambda: (calls.append(("update",)), begin()))
+    engine.load_weights(student.named_parameters(), engine.policy_version + 1)
+    assert calls == [("wake", "weights"), ("update",)]
+    engine.generate(make_samples(2), WARM)
+    assert calls[2:] == [("wake", "kv_cache"), ("sleep", 1)]
+    engine.load_weights(student.named_parameters(), engine.policy_version + 1)
+    engine.logprobs([1, 2, 3])
+    assert calls[4:] == [("wake", "weights"), ("update",), ("wake", "kv_cache")]
+
+
 def test_a_lower_version_is_refused(student: Decoder, engine: VllmEngine) -> None:
     engine.load_weights(student.named_parameters(), engine.policy_version + 1)
     with pytest.raises(ValueError, match="never falls"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.helpers.vllm import CPU, SHAPES, make_student, needs_vllm
 from titan_opd.config.objective import Objective
 from titan_opd.config.schema import TeacherConfig, TeacherVllmConfig
 from titan_opd.models import save_decoder
-from titan_opd.teacher import NativeScorer
+from titan_opd.teacher import NativeScorer, TeacherModel
 from titan_opd.teacher.vllm import VllmScorer
 
 pytestmark = needs_vllm
@@ -53,7 +54,7 @@ def test_scores_are_the_native_teachers(folder: Path, name: str) -> None:
     objective, recorded = OBJECTIVES[name]
     answers = make_trajectories(20, vocab_size=VOCAB_SIZE, longest=30, **recorded)  # some are read in several parts
     native = NativeScorer(
-        load_decoder(folder),
+        TeacherModel(load_decoder(folder)),
         objective,
         vocab_size=VOCAB_SIZE,
         top_k=TOP_K,
@@ -71,6 +72,20 @@ def test_scores_are_the_native_teachers(folder: Path, name: str) -> None:
             expected = getattr(other, field)
             assert (getattr(mine, field) is None) == (expected is None)
             assert expected is None or torch.equal(getattr(mine, field), expected)
+
+
+def test_a_teacher_over_two_devices_scores_as_one_does(tmp_path: Path) -> None:
+    """In processes of its own; the vocabulary of 101 tokens in 112 rows does not divide evenly."""
+    save_decoder(make_student("qwen3", seed=2), tmp_path)
+    objective, recorded = OBJECTIVES["student's top k"]
+    answers = make_trajectories(20, vocab_size=VOCAB_SIZE, longest=30, **recorded)
+    one, two = make_scorer(tmp_path, objective), make_scorer(tmp_path, objective, tensor_parallel_size=2)
+    for mine, other in zip(two.score(answers), one.score(answers), strict=True):
+        assert torch.equal(mine.scores.ids, other.scores.ids)
+        torch.testing.assert_close(mine.scores.logprobs, other.scores.logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(mine.scores.tail_logprobs, other.scores.tail_logprobs, atol=1e-3, rtol=0)
+    assert len(set(two._llm.collective_rpc("process_number")) | {os.getpid()}) == 3
+    two._llm.llm_engine.engine_core.shutdown()
 
 
 def test_a_token_outside_the_search_is_an_error_that_names_it(folder: Path) -> None:

@@ -93,6 +93,8 @@ class VllmScorer:
         if config.vllm.tensor_parallel_size > 1:
             arguments |= {"distributed_executor_backend": "mp"}
         self._llm = open_llm(**arguments)
+        if config.vllm.tensor_parallel_size > 1:
+            self._llm.collective_rpc("end_with_parent")
         self._llm.collective_rpc("shape_logits", args=(vocab_size, 1 / objective.temperature))
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.communication import CountCommunication
 from tests.helpers.worlds import run_world
 from tests.losses.scenes import OBJECTIVES, build_scene
 from titan_opd.losses import Objective
+from titan_opd.ops.dense_pair import DensePairSums
 
 WORLD_SIZE = 4
 SMALL_CHUNK_MB = 200 / 2**20  # several chunks
@@ -51,6 +53,27 @@ def one_owner_scene():
     return scene.with_scores(ids=ids, logprobs=log_q, tail_logprobs=None)
 
 
+def check_volume(objective, group):
+    """What crosses the ranks is what titan_opd/parallel/README.md's formula says, in however many chunks."""
+    scene = build_scene(objective, seed=2, vocab=19).to(torch.float32)
+    num_ranks = dist.get_world_size(group)
+    num_rows, hidden = int((scene.token_weights != 0).sum()), scene.hidden.shape[1]
+    sharded = replace(scene, weight=split(scene.weight, group))
+    tables = 1  # vocabularies, whose shards and statistics the ranks tell each other
+    numbers = scene.scores.ids.shape[1] if scene.scores.ids is not None else 0
+    if objective.support == "dense":
+        tables, numbers = 2, len(DensePairSums._fields)
+        sharded = sharded.with_scores(lm_head_weight=split(scene.scores.lm_head_weight, group))
+    two_rows_mb = 2 * 4 * -(-len(scene.weight) // num_ranks) / 2**20
+    with CountCommunication() as count:
+        sharded.gradients(vocab_size=None, tp_group=group, logits_chunk_mb=two_rows_mb)
+    assert count.calls["all_reduce"] > num_rows / 2, "one for each of several chunks, and one at the end"
+    assert count.num_bytes == {
+        "all_gather": tables * num_ranks * (8 + 16 * num_rows),
+        "all_reduce": 4 * num_rows * (numbers + hidden),
+    }
+
+
 def check_all_splits():
     """What each process does."""
     rank = dist.get_rank()
@@ -62,6 +85,8 @@ def check_all_splits():
         check_split(one_owner_scene(), group, vocab_size=None)
         for objective in ONE_PER_ROUTE:
             check_split(build_scene(objective, seed=2, vocab=19), group, vocab_size=None)
+            if objective.kind != "adaptive_kl" and group is not alone[rank]:
+                check_volume(objective, group)
             # The same through the compiled operators: float64 is served by their references.
             narrow = build_scene(objective, seed=2, vocab=19).to(torch.float32)
             check_split(narrow, group, vocab_size=None, rtol=1e-6, atol=1e-6)

@@ -30,7 +30,7 @@ from titan_opd.evaluation import REVERSE_KL, EvaluationResult, Evaluator
 from titan_opd.learner import DistillationModel, Learner, equalize
 from titan_opd.parallel import World, open_world, parallelize, whole_tensor
 from titan_opd.rollout import NativeEngine
-from titan_opd.teacher import LabelScorer, NativeScorer, Scorer
+from titan_opd.teacher import LabelScorer, NativeScorer, Scorer, TeacherModel
 from titan_opd.weights import named_weights
 
 NUM_STEPS = 5
@@ -138,7 +138,7 @@ def make_scorer(objective: Objective) -> Scorer:
         return LabelScorer()
     teacher = make_decoder("llama", seed=1)
     return NativeScorer(
-        teacher, objective, vocab_size=VOCAB_SIZE, top_k=5, tokens_per_forward=64, logits_chunk_mb=0.001
+        TeacherModel(teacher), objective, vocab_size=VOCAB_SIZE, top_k=5, tokens_per_forward=64, logits_chunk_mb=0.001
     )
 
 

@@ -12,7 +12,8 @@ from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
 from tests.helpers.trajectories import make_trajectories
 from titan_opd.config.schema import OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_opd.data import pack
-from titan_opd.learner import DistillationModel, pad_tokens
+from titan_opd.data.packing import pad_tokens
+from titan_opd.learner import DistillationModel
 from titan_opd.parallel import open_world
 from titan_opd.parallel.mesh import AXES, axis_sizes
 from titan_opd.parallel.tensor_parallel import check_divisible

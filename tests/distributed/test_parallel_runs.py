@@ -47,6 +47,14 @@ def test_a_run_is_that_of_one_process(workshop, lone):
     assert len(payloads) == 4, "what both processes trained is written by one"
 
 
+@pytest.mark.parametrize("split", [(), SPLIT], ids=["fsdp", "tp"])
+def test_a_run_whose_processes_share_the_teacher_too(workshop, lone, split, request):
+    folder = workshop.folder / f"shared-{request.node.callspec.id}"
+    run = run_split(workshop, folder, *split, "--teacher.sharded", "true")
+    assert trained_numbers(run) == trained_numbers(lone)
+    assert_close_run(run, lone)
+
+
 def test_a_run_of_one_process_goes_on_split(workshop, lone):
     run = shutil.copytree(lone, workshop.folder / "moved")
     shutil.rmtree(checkpoint_steps(run)[4])

@@ -15,7 +15,7 @@ from titan_opd.learner import DistillationModel, Learner
 from titan_opd.models import Decoder, save_checkpoint_files
 from titan_opd.parallel import open_world, parallelize, reshard
 from titan_opd.rollout import NativeEngine, Recording
-from titan_opd.teacher import LabelScorer, NativeScorer
+from titan_opd.teacher import LabelScorer, NativeScorer, TeacherModel
 from titan_opd.weights import named_weights
 
 STOP_IDS = (1, 5)
@@ -51,7 +51,7 @@ class Loop:
         optimizer = OptimizerConfig(learning_rate=2e-2, decay="constant")
         self.learner = Learner(self.model, objective, optimizer, num_steps=9, seed=0, world=world)
         self.scorer = NativeScorer(
-            make_decoder("qwen3", seed=1),
+            TeacherModel(make_decoder("qwen3", seed=1)),
             objective,
             vocab_size=VOCAB_SIZE,
             top_k=5,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +74,22 @@ def test_scores_are_the_native_teachers(folder: Path, name: str) -> None:
             expected = getattr(other, field)
             assert (getattr(mine, field) is None) == (expected is None)
             assert expected is None or torch.equal(getattr(mine, field), expected)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3_moe"])
+def test_a_teacher_of_an_architecture_that_only_vllm_has(kind: str, tmp_path: Path) -> None:
+    """In a process of its own: vLLM lays out experts' processes once in a process. Against transformers."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from tests.engines.vllm_cases import score_foreign; score_foreign({kind!r}, '{tmp_path}')",
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_teacher_over_two_devices_scores_as_one_does(tmp_path: Path) -> None:

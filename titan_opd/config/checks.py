@@ -15,6 +15,7 @@ def check_config(config: Config) -> None:
     _check_schedule(config)
     _check_weights(config)
     _check_vllm(config)
+    _check_profile(config)
 
 
 def _check_teacher(config: Config) -> None:
@@ -31,6 +32,28 @@ def _check_teacher(config: Config) -> None:
         )
     elif not config.teacher.path:
         raise ValueError("teacher.path is missing: the folder of the teacher in Hugging Face format")
+    _check_sharded_teacher(config)
+
+
+def _check_sharded_teacher(config: Config) -> None:
+    """The processes that share a teacher score in lockstep, as only the synchronous schedule does."""
+    if not config.teacher.sharded:
+        return
+    if config.teacher.engine != "native":
+        raise ValueError(
+            f"teacher.sharded = true spreads the native teacher, and teacher.engine = {config.teacher.engine!r}; leave "
+            "it out (vLLM's teacher is shared by teacher.vllm.tensor_parallel_size)"
+        )
+    for name, given, needed in (
+        ("teacher.placement", config.teacher.placement, "colocated"),
+        ("rollout.placement", config.rollout.placement, "colocated"),
+        ("schedule.mode", config.schedule.mode, "sync"),
+    ):
+        if given != needed:
+            raise ValueError(
+                f"teacher.sharded = true lets all of the trainer's processes score together, between writing and "
+                f"training, and {name} = {given!r} does not; set it to {needed!r}, or leave `sharded` out"
+            )
 
 
 def _check_answers(config: Config) -> None:
@@ -187,4 +210,12 @@ def _check_weights(config: Config) -> None:
         raise ValueError(
             "weights.transport = 'in_process' stays in the trainer's process, and with rollout.placement = 'workers' "
             "the engines are in others; set it to 'auto'"
+        )
+
+
+def _check_profile(config: Config) -> None:
+    if config.profile.first_step and config.profile.last_step > config.training.steps:
+        raise ValueError(
+            f"profile.first_step = {config.profile.first_step}, num_steps = {config.profile.num_steps} end with step "
+            f"{config.profile.last_step}, and training.steps = {config.training.steps}; begin earlier, or take fewer"
         )

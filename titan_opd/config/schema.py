@@ -150,6 +150,11 @@ class TeacherConfig:
         64, "Monte Carlo samples that the teacher draws at each token for the kind 'mc_forward_kl'", minimum=1
     )
     tokens_per_forward: int = option(8192, "most packed tokens in one forward pass of the scorer", minimum=1)
+    sharded: bool = option(
+        False,
+        "spread the teacher over the trainer's processes, in which it is colocated, as [parallel] does the student; "
+        "false: each has a whole copy",
+    )
     placement: str = option(
         "colocated",
         "scores are made in the trainer's processes, or in worker processes that dial in",

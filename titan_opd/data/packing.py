@@ -14,6 +14,7 @@ Shape suffixes: P prompt tokens, N response tokens, K candidates a token, M toke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -202,3 +203,18 @@ def _shared_head(scored: Sequence[ScoredTrajectory]) -> Tensor | None:
             "pass the same tensor with all of its answers"
         )
     return next(iter(heads.values()))
+
+
+def pad_tokens(batch: PackedBatch, multiple: int) -> PackedBatch:
+    """The batch with one more sequence of a few tokens, which train nothing, so that `multiple` divides its tokens."""
+    missing = -len(batch.input_ids) % multiple
+    if missing == 0:
+        return batch
+    padding = torch.arange(missing, device=batch.positions.device)
+    return replace(
+        batch,
+        input_ids=pad(batch.input_ids, (0, missing)),
+        positions=torch.cat([batch.positions, padding]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + missing]),
+        max_seqlen=max(batch.max_seqlen, missing),
+    )

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_opd.ops import RaceWinners, RowStats, TopK, gather_stats, gumbel_sample, topk_logprobs
+from titan_opd.ops.draw import cumulative_mass, draw_columns
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,28 @@ class VocabShard:
         gathered_GCm3 = self._gather(torch.stack([local.ids.double(), local.scores, local.values.double()], dim=-1))
         ids_GCm, scores_GCm, values_GCm = gathered_GCm3.unbind(-1)
         return merge_winners(RaceWinners(ids_GCm.long(), scores_GCm, values_GCm.to(local.values.dtype)))
+
+    def draw(self, logits_CV: Tensor, uniforms_Cm: Tensor) -> Tensor:
+        """Tokens [C, m] of the softmax over the whole vocabulary, one for each uniform, by the inverse of its
+        distribution function: for many draws a row (titan_opd/ops/draw.py).
+
+        The uniforms, float64 of (0, 1), must be the same on all ranks. 2 numbers a row and 1 a draw cross the ranks.
+        """
+        tokens_CV = logits_CV[:, : self.num_columns].float()
+        max_C1 = tokens_CV.new_full((len(tokens_CV), 1), -torch.inf)
+        if self.num_columns:
+            max_C1 = tokens_CV.amax(-1, keepdim=True)
+        if self.group is None:
+            return draw_columns(cumulative_mass(tokens_CV, max_C1), uniforms_Cm)
+        dist.all_reduce(max_C1, dist.ReduceOp.MAX, group=self.group)
+        mass_CV = F.pad(cumulative_mass(tokens_CV, max_C1), (1, 0))  # an empty shard has a last column too
+        ends_GC = self._gather(mass_CV[:, -1]).cumsum(0)
+        wanted_Cm = uniforms_Cm * ends_GC[-1, :, None]
+        begins_C1 = (ends_GC[self.rank - 1] if self.rank else torch.zeros_like(ends_GC[0]))[:, None]
+        is_own_Cm = (begins_C1 <= wanted_Cm) & (wanted_Cm < ends_GC[self.rank, :, None])
+        columns_Cm = torch.searchsorted(mass_CV[:, 1:].contiguous(), wanted_Cm - begins_C1, right=True)
+        columns_Cm = columns_Cm.clamp(max=max(0, self.num_columns - 1))  # the subtraction rounds
+        return self.sum_over_shards(torch.where(is_own_Cm, self.start + columns_Cm, 0))
 
     def _gather(self, values: Tensor) -> Tensor:
         """[G, ...] the values of all ranks, in order."""

@@ -47,7 +47,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
     decoder.model.embed_tokens.register_forward_hook(lambda _module, _inputs, output: output.clone())
 
 
-def check_divisible(config: DecoderConfig, tp: int) -> None:
+def check_divisible(config: DecoderConfig, tp: int, *, whose: str = "student") -> None:
     """Raise a ValueError when a rank of `tp` would not have whole heads, or others more units than it."""
     for what, count in (
         ("num_attention_heads", config.num_heads),
@@ -58,7 +58,7 @@ def check_divisible(config: DecoderConfig, tp: int) -> None:
             counts = (config.num_heads, config.num_kv_heads, config.intermediate_size)
             possible = [n for n in range(1, min(counts) + 1) if not any(one % n for one in counts)]
             raise ValueError(
-                f"parallel.tp = {tp} does not divide the student's {what} = {count}; possible: "
+                f"parallel.tp = {tp} does not divide the {whose}'s {what} = {count}; possible: "
                 f"{', '.join(map(str, possible))}"
             )
 

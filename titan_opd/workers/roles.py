@@ -155,7 +155,7 @@ def serve_teacher(
     if scorer is None and config.teacher.engine == "vllm":
         scorer = load_vllm_scorer(config, common, device)
     elif scorer is None:
-        teacher = load_teacher(config, common.tokenizer, device)
+        teacher = load_teacher(config, common, device)
         assert teacher is not None, "a configuration without a teacher starts no teacher worker"
         scorer = build_scorer(config, teacher, config.objective, common.vocab_size)
     store = open_store(config, transport, name, consumer="the trainer")

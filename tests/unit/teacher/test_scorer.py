@@ -11,8 +11,9 @@ from tests.helpers.tiny_models import make_tiny_checkpoint, make_tiny_model
 from tests.helpers.trajectories import make_trajectories
 from titan_opd.config import Objective
 from titan_opd.data import pack
+from titan_opd.losses.vocab_parallel import VocabShard
 from titan_opd.models import load_decoder
-from titan_opd.teacher import LabelScorer, NativeScorer
+from titan_opd.teacher import LabelScorer, NativeScorer, TeacherModel
 from titan_opd.teacher.projection import score_topk
 
 VOCAB_ROWS = 101  # of tests/helpers/tiny_models.py
@@ -32,7 +33,7 @@ def reference():
 def make_scorer(checkpoint, objective, *, dtype=torch.float64, **changes):
     """Several forward passes a call, and several chunks of logits a pass."""
     settings = {"vocab_size": VOCAB_ROWS, "top_k": 7, "tokens_per_forward": 20, "logits_chunk_mb": TWO_ROWS_MB}
-    return NativeScorer(load_decoder(checkpoint, dtype=dtype), objective, **(settings | changes))
+    return NativeScorer(TeacherModel(load_decoder(checkpoint, dtype=dtype)), objective, **(settings | changes))
 
 
 @torch.no_grad()
@@ -116,7 +117,8 @@ def test_the_tail_is_exact_where_one_minus_the_sum_is_nothing():
     gaps = torch.tensor([20.0, 40.0, 60.0])  # nats from the most likely token to all others
     hidden, weight = torch.eye(3), torch.zeros(50, 3)
     weight[7] = gaps
-    scores = score_topk(hidden, weight, 1, temperature=1.0, vocab_size=50, logits_chunk_mb=1.0)
+    shard = VocabShard.create(weight, torch.float32, 50, None)
+    scores = score_topk(hidden, shard, 1, temperature=1.0, logits_chunk_mb=1.0)
     assert scores.ids.tolist() == [[7]] * 3
     expected = torch.log(torch.tensor(49.0, dtype=torch.float64)) - gaps.double()
     torch.testing.assert_close(scores.tail_logprobs.double(), expected, atol=1e-5, rtol=0)

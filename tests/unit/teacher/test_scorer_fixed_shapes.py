@@ -11,7 +11,7 @@ from tests.helpers.tiny_models import make_tiny_checkpoint
 from tests.helpers.trajectories import make_trajectories
 from titan_opd.config import Objective
 from titan_opd.models import load_decoder
-from titan_opd.teacher import NativeScorer
+from titan_opd.teacher import NativeScorer, TeacherModel
 
 OBJECTIVES = {
     "teacher_topk": (Objective(kind="forward_kl", support="teacher_topk"), {}),
@@ -29,7 +29,7 @@ def decoder(tmp_path_factory):
 
 def make_scorer(decoder, objective, *, fixed_shapes):
     return NativeScorer(
-        decoder,
+        TeacherModel(decoder),
         objective,
         vocab_size=101,
         top_k=7,

@@ -107,6 +107,11 @@ class StepMemory:
                 moments += part.held * (1 if has_one else 2)
         return FLOAT32 * moments
 
+    @property
+    def reduced_gradients(self) -> int:
+        """Of all the process's shards, as the optimizer reads them."""
+        return FLOAT32 * sum(group.padded for group in self.parts.groups)
+
     # ---- What comes and goes -----------------------------------------------------------------------------------------
 
     @property
@@ -193,7 +198,8 @@ class StepMemory:
         )
 
     def _update(self) -> Moment:
-        gradients = self._shards(0) + FLOAT32 * self.parts.root.padded
+        root = 0 if self._parallel.cpu_offload else FLOAT32 * self.parts.root.padded
+        gradients = self._shards(0) + root
         return Moment("optimizer", {GRADIENTS: gradients, BUFFERS: self._muon_buffers()})
 
     # ---- Terms -------------------------------------------------------------------------------------------------------
@@ -248,7 +254,9 @@ class StepMemory:
         return root + (0 if index is None else self._itemsize * self.parts.layers[index].gathered)
 
     def _shards(self, first: int) -> int:
-        """Reduced gradients of the layers from `first` on."""
+        """Reduced gradients of the layers from `first` on, where they are on the device."""
+        if self._parallel.cpu_offload:
+            return 0
         return FLOAT32 * sum(group.padded for group in self.parts.layers[first:])
 
     def _accumulated(self, num_layers: int) -> int:
@@ -258,6 +266,8 @@ class StepMemory:
         groups = (*self.parts.layers[:num_layers], self.parts.root)
         if not self._each:
             return FLOAT32 * sum(group.gathered for group in groups)
+        if self._parallel.cpu_offload:
+            return 0
         return FLOAT32 * sum(group.padded for group in groups)
 
     def _gather_buffer(self, group: Group) -> int:

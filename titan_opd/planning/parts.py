@@ -74,13 +74,6 @@ class Part:
         """Elements of a shard with its padding: what one process sends in a gather."""
         return self.padded_rows * math.prod(self.tp_shape[1:])
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all processes hold as much."""
-        return self.held == self.padded and self.held * (math.prod(self.shape) // max(self.held, 1)) == math.prod(
-            self.shape
-        )
-
 
 @dataclass(frozen=True)
 class Group:

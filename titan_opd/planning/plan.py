@@ -17,7 +17,7 @@ from titan_opd.planning.activations import FLOAT32, ITEMSIZE, Workload
 from titan_opd.planning.communication import INT64, Traffic, step_traffic
 from titan_opd.planning.devices import Device
 from titan_opd.planning.layout import RankLayout, try_layout
-from titan_opd.planning.memory import OPTIMIZER, PARAMETERS, Moment, StepMemory, TeacherShape
+from titan_opd.planning.memory import GRADIENTS, OPTIMIZER, PARAMETERS, Moment, StepMemory, TeacherShape
 from titan_opd.planning.parts import whole_shapes
 from titan_opd.planning.roles import Answers, RoleWork, rollout_work, teacher_work, trainer_work
 from titan_opd.rollout.stream import PREFILL_TOKENS
@@ -34,11 +34,13 @@ class ProcessMemory:
         process: which.
         resident: what stays, by what it is.
         moments: what comes and goes, at each moment that can be the peak.
+        in_host: whether this is of the host's memory, not of the device's.
     """
 
     process: str
     resident: Mapping[str, int]
     moments: tuple[Moment, ...]
+    in_host: bool = False
 
     @property
     def peak(self) -> Moment:
@@ -65,6 +67,7 @@ class Plan:
         flops_per_token: of training on one token of an answer's length.
         roles: their work for a batch.
         device, utilization: what seconds are computed with.
+        uncounted: sections whose workers join from elsewhere, in a number that the configuration does not say.
     """
 
     num_processes: int
@@ -79,6 +82,7 @@ class Plan:
     roles: tuple[RoleWork, ...]
     device: Device
     utilization: float
+    uncounted: tuple[str, ...]
 
 
 def make_plan(
@@ -141,6 +145,11 @@ def make_plan(
         roles=tuple(_roles(config, student, teacher, answers, num_processes, num_parameters)),
         device=device,
         utilization=utilization,
+        uncounted=tuple(
+            name
+            for name in ("rollout", "teacher")
+            if getattr(config, name).placement == "workers" and not getattr(config, name).workers
+        ),
     )
 
 
@@ -207,7 +216,9 @@ def _memory(
     engine = _engine(config, student, answers)
     scorer = None if teacher is None else _scorer(config, teacher, answers)
     # An engine of the trainer's own writes the evaluations, wherever the answers are written.
-    resident = {PARAMETERS: step.parameters, OPTIMIZER: step.optimizer_state, **engine.resident}
+    states = {PARAMETERS: step.parameters, OPTIMIZER: step.optimizer_state}
+    offload = config.parallel.cpu_offload
+    resident = engine.resident if offload else states | engine.resident
     moments = [step.peak, *(engine.moments if here["engine"] else ())]
     if scorer is not None and here["teacher"]:
         resident |= scorer.resident
@@ -215,6 +226,9 @@ def _memory(
     weights = sum(engine.resident.values())
     moments.append(Moment("weight stream", {"two buckets": min(weights, int(2 * config.weights.bucket_mb * MIB))}))
     found = [ProcessMemory("trainer, process 0", resident, tuple(moments))]
+    if offload:
+        gradients = Moment("optimizer", {GRADIENTS: step.reduced_gradients})
+        found.append(ProcessMemory("trainer, process 0, in the host's memory", states, (gradients,), in_host=True))
     if not here["engine"]:
         found.append(engine)
     if scorer is not None and not here["teacher"]:
@@ -226,7 +240,9 @@ def _engine(config: Config, student: DecoderConfig, answers: Answers) -> Process
     """Of the native engine, or what vLLM is told to take."""
     itemsize = ITEMSIZE[config.rollout.dtype]
     weights = sum(math.prod(shape) for shape in whole_shapes(student).values()) * itemsize
-    positions = min(answers.prompt + answers.response, student.max_position_embeddings)
+    # Room is made for the longest answers, however long they are.
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    positions = min(longest, student.max_position_embeddings)
     rows = min(config.rollout.max_concurrent, answers.count)
     cache = 2 * student.num_layers * rows * student.num_kv_heads * positions * student.head_dim * itemsize
     if config.rollout.engine == "vllm" and config.rollout.vllm.kv_cache_mb:

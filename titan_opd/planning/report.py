@@ -18,7 +18,7 @@ from titan_opd.planning.plan import MIB, Plan, ProcessMemory
 def describe(plan: Plan) -> list[str]:
     """Lines that say what is planned, and on which assumptions."""
     grid, answers, work = plan.layouts[0].grid, plan.answers, plan.work
-    return [
+    lines = [
         f"processes: {plan.num_processes} = dp_replicate {grid.replicate} x dp_shard {grid.shard} x tp {grid.tp}",
         f"assumed: {answers.count} answers a batch, each with {answers.prompt} tokens of the prompt and "
         f"{answers.response} of its own (--prompt-tokens, --answer-tokens)",
@@ -27,6 +27,11 @@ def describe(plan: Plan) -> list[str]:
         f"assumed: every device is a {plan.device.name}: {plan.device.flops / 1e12:g} TFLOP/s, "
         f"{plan.device.bandwidth / 1e9:g} GB/s, of which {plan.utilization:.0%} are reached",
     ]
+    lines += [
+        f"assumed: one {section} worker, because the configuration starts none here (--{section}.workers N)"
+        for section in plan.uncounted
+    ]
+    return lines
 
 
 def tables(plan: Plan) -> list[Table]:
@@ -42,6 +47,9 @@ def verdict(plan: Plan) -> list[str]:
     """Lines that say what fits, what is slowest and what would balance."""
     lines = []
     for memory in plan.memory:
+        if memory.in_host:
+            lines.append(f"{memory.process}: {memory.total / 1e9:.2f} GB at its peak")
+            continue
         fits = "fits" if memory.total <= plan.device.memory else "does NOT fit"
         lines.append(
             f"{memory.process}: {memory.total / 1e9:.2f} GB at its peak {fits} the device's "

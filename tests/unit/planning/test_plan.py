@@ -68,13 +68,26 @@ def test_a_plan_for_64_processes(toml, tmp_path, capsys):
     assert "H100 SXM 80 GB (datasheet)" in text
 
 
-def test_workers_have_memory_of_their_own(toml, tmp_path):
+def test_workers_have_memory_of_their_own(toml, tmp_path, capsys):
     workers = ("--rollout.placement", "workers", "--rollout.workers", "3", "--schedule.mode", "async")
     workers += ("--teacher.placement", "workers")
     found = plan(toml, tmp_path, *workers)
     assert [one["process"] for one in found["memory"]] == ["trainer, process 0", "rollout worker", "teacher worker"]
     assert "teacher's weights" not in found["memory"][0]["resident"]
     assert {role["name"]: role["num_devices"] for role in found["roles"]} == {"rollout": 3, "teacher": 1, "trainer": 1}
+    text = capsys.readouterr().out
+    assert "assumed: one teacher worker" in text
+    assert "one rollout worker" not in text
+
+
+def test_offloaded_states_are_in_the_hosts_memory(toml, tmp_path):
+    device, host = plan(toml, tmp_path, "--world", "2", "--parallel.cpu_offload", "true")["memory"]
+    assert host["in_host"]
+    assert not device["in_host"]
+    assert set(host["resident"]) == {"parameters", "optimizer state"}
+    assert not set(host["resident"]) & set(device["resident"])
+    # Masters, two moments and gradients, of as many bytes each.
+    assert host["total"] == 4 * host["resident"]["parameters"]
 
 
 def test_more_answers_than_fit_are_several_micro_batches(toml, tmp_path):

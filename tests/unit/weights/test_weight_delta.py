@@ -56,7 +56,7 @@ def versions(draw):
     return of_bits(old, dtype), of_bits(new, dtype)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(versions())
 def test_base_and_changes_are_the_new_version_bit_for_bit(pair):
     old, new = pair

@@ -53,9 +53,10 @@ def test_engines_in_the_trainers_processes_too(streamed, tied):
         assert trainer["in_process", tied]["copy"]
 
 
-def test_trainers_hold_two_buckets_at_most(streamed):
-    peaks = [result["peak_bytes"] for trainer in streamed[:-1] for result in trainer.values()]
-    assert 0 < max(peaks) <= 2 * BUCKET_BYTES
+def test_trainers_hold_two_buckets_at_most_and_one_trainer_none(streamed):
+    trainers = streamed[:-1]
+    for peak in (result["peak_bytes"] for trainer in trainers for result in trainer.values()):
+        assert 0 < peak <= 2 * BUCKET_BYTES if len(trainers) > 1 else peak == 0
 
 
 def test_every_placement_on_four_ranks(tmp_path):

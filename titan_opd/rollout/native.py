@@ -242,8 +242,7 @@ class NativeEngine:
 
     def weight_specs(self) -> dict[str, WeightSpec]:
         """What a complete update consists of."""
-        parameters = self._decoder.named_parameters()
-        return {name: WeightSpec(tuple(value.shape), value.dtype) for name, value in parameters}
+        return self._update.specs
 
     @contextmanager
     def update_weights(self, version: int) -> Iterator[RowUpdate]:

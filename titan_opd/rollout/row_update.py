@@ -4,29 +4,30 @@ afterwards."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from titan_opd.models import Decoder, PackedAttention
 from titan_opd.weights.delta import Change
-from titan_opd.weights.pieces import Piece, copy_all
+from titan_opd.weights.pieces import Piece, copy_all, copy_all_digested
 
 
 class RowUpdate:
     """Rows of parameters on their way into a decoder; a `titan_opd.weights.target.ChangingUpdate`.
 
     Args:
-        decoder: is overwritten; its parameters keep their storage.
+        decoder: is overwritten.
+        parameters: its, by name; they keep their storage.
         version: of the weights.
         vocab_size: tokens of the tokenizer.
     """
 
-    def __init__(self, decoder: Decoder, version: int, vocab_size: int) -> None:
+    def __init__(self, decoder: Decoder, parameters: Mapping[str, Tensor], version: int, vocab_size: int) -> None:
         self.has_written = self.is_finished = False
         self._decoder = decoder
-        self._parameters = {name: value.detach() for name, value in decoder.named_parameters()}
+        self._parameters = parameters
         self._num_rows: Counter[str] = Counter()
         self._version = version
         self._vocab_size = vocab_size
@@ -38,6 +39,19 @@ class RowUpdate:
         Raises:
             ValueError: a name is unknown, or the decoder has no such rows; nothing of these pieces is written then.
         """
+        slots = self._slots(pieces)
+        self.has_written = True
+        copy_all([piece.tensor for piece in pieces], slots)
+
+    @torch.no_grad()
+    def write_digested(self, pieces: Sequence[Piece]) -> list[int]:
+        """As `write`; returns the digest of each piece as it was cast, taken on the way."""
+        slots = self._slots(pieces)
+        self.has_written = True
+        return copy_all_digested([piece.tensor for piece in pieces], slots)
+
+    def _slots(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Where the pieces belong. Counts them, too."""
         slots = []
         for piece in pieces:
             parameter = self._parameters.get(piece.name)
@@ -50,10 +64,9 @@ class RowUpdate:
                     f"{list(piece.tensor.shape)}, do not fit the engine's parameter, {list(parameter.shape)}"
                 )
             slots.append(piece.rows_of(parameter))
-        self.has_written = True
-        copy_all([piece.tensor for piece in pieces], slots)
         for piece in pieces:
             self._num_rows[piece.name] += piece.tensor.shape[0]
+        return slots
 
     def change(self, changes: Sequence[Change]) -> None:
         """Overwrite some elements of some parameters, where they are stored; the others keep the version before.

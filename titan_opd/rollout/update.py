@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titan_opd.models import Decoder
 from titan_opd.rollout.row_update import RowUpdate
+from titan_opd.weights.pieces import WeightSpec
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -19,10 +20,15 @@ class InPlaceUpdate:
 
     Args:
         decoder: is overwritten; its parameters keep their storage.
+
+    Attributes:
+        specs: what a complete update consists of.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._parameters = {name: value.detach() for name, value in decoder.named_parameters()}
+        self.specs = {name: WeightSpec(tuple(value.shape), value.dtype) for name, value in self._parameters.items()}
         self._failed: str | None = None  # why the weights are not those of any version
 
     @torch.no_grad()
@@ -67,7 +73,7 @@ class InPlaceUpdate:
             version: of the weights.
             vocab_size: tokens of the tokenizer, for `RowUpdate.logprobs`.
         """
-        update = RowUpdate(self._decoder, version, vocab_size)
+        update = RowUpdate(self._decoder, self._parameters, version, vocab_size)
         try:
             yield update
             if not update.is_finished:

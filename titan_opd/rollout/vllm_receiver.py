@@ -30,7 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from titan_opd.rollout.vllm_draws import take_records
-from titan_opd.weights.verify import digest
+from titan_opd.weights.pieces import copy_all_digested
 
 BACKEND = "titan"
 BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")  # one row for each token, and some for padding
@@ -73,8 +73,8 @@ class LayerwiseUpdate:
 
     def _copied(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            copy = tensor.to(self._device, copy=True)  # vLLM keeps it until its layer is complete
-            self.digests[name] = digest(copy)
+            copy = torch.empty_like(tensor, device=self._device)  # vLLM keeps it until its layer is complete
+            (self.digests[name],) = copy_all_digested([tensor], [copy])
             yield name, copy[: self._num_tokens] if name in BY_TOKEN else copy
 
     def finish(self) -> None:

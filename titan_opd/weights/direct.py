@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from titan_opd.ops import multi_digest
 from titan_opd.weights.manifest import Probe
 from titan_opd.weights.pieces import WeightSpec
 from titan_opd.weights.publisher import WeightPublisher
@@ -15,7 +16,7 @@ from titan_opd.weights.receiver import Checks, check_probe, put_in
 from titan_opd.weights.source import WeightSource
 from titan_opd.weights.target import WeightTarget, WeightUpdate
 from titan_opd.weights.transports import InProcess
-from titan_opd.weights.verify import check_digests, check_layout, digest
+from titan_opd.weights.verify import check_digests, check_layout
 
 
 class DirectDelivery:
@@ -64,14 +65,18 @@ class DirectDelivery:
         places: dict[str, tuple[str, int, int]] = {}
         with target.update_weights(version) as update:
             for pieces in self._source.buckets():
-                for piece in pieces if self._checks.digest else ():
+                if not self._checks.digest:
+                    update.write(pieces)
+                    continue
+                digests = update.write_digested(pieces)
+                for piece, value in zip(pieces, digests, strict=True):
                     first, num_rows = piece.first_row, piece.tensor.shape[0]
                     key = f"{piece.name}[{first}:{first + num_rows}]"
-                    sent[key], places[key] = digest(piece.tensor), (piece.name, first, num_rows)
-                update.write(pieces)
+                    sent[key], places[key] = value, (piece.name, first, num_rows)
             update.finish()
             # Read when all is written: a parameter that lies on top of another one shows.
-            found = {key: digest(_stored(update, name).narrow(0, *rows)) for key, (name, *rows) in places.items()}
+            stored = [_stored(update, name).narrow(0, *rows) for name, *rows in places.values()]
+            found = dict(zip(places, multi_digest(stored), strict=True))
             check_digests(sent, found, previous=self._previous, what="stored", **about)
             gap = check_probe(probe, update, **about) if self._checks.probe and probe is not None else None
         self._previous = sent

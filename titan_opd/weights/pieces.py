@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_opd.ops import multi_copy
+from titan_opd.ops import multi_copy, multi_copy_digests, multi_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Piece:
     Attributes:
         name: the parameter's, as Hugging Face has it.
         first_row: where `tensor` begins in the parameter's first dimension.
-        tensor: [rows, ...] contiguous.
+        tensor: [rows, ...] contiguous; of the type that is to be stored, or cast to it by whoever copies it.
     """
 
     name: str
@@ -44,9 +44,18 @@ class WeightSpec:
 
 
 def copy_all(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-    """Copy each source into its destination, between devices too; all in one call where they are on the same one."""
-    if sources and sources[0].device == destinations[0].device:
+    """Copy each source into its destination, cast to its type, between devices too; all in one call on one device."""
+    if not sources or sources[0].device == destinations[0].device:
         multi_copy(sources, destinations)
         return
     for source, destination in zip(sources, destinations, strict=True):
         destination.copy_(source)
+
+
+def copy_all_digested(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> list[int]:
+    """`copy_all`, and the digest (`titan_opd.ops.multi_digest`) of each source's bytes as they were cast."""
+    if not sources or sources[0].device == destinations[0].device:
+        return multi_copy_digests(sources, destinations)
+    cast = [source.to(destination.dtype) for source, destination in zip(sources, destinations, strict=True)]
+    copy_all(cast, destinations)
+    return multi_digest(cast)

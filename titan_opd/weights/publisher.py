@@ -10,11 +10,11 @@ import msgspec
 from torch import Tensor
 
 from titan_opd.channel import PayloadStore
+from titan_opd.ops import multi_digest
 from titan_opd.weights.manifest import Delta, Manifest, ManifestRecord, Probe, lay_out, view_of
-from titan_opd.weights.pieces import copy_all
+from titan_opd.weights.pieces import copy_all, copy_all_digested
 from titan_opd.weights.source import WeightSource
 from titan_opd.weights.transports import Outlet, machine_id
-from titan_opd.weights.verify import digest
 from titan_opd.weights.version_delta import VersionDelta
 
 
@@ -107,10 +107,9 @@ class WeightPublisher:
         buckets = [self._outlets[0].allocate(version, index, size) for index, size in enumerate(sizes)]
         dtype_name = str(self.source.dtype).removeprefix("torch.")
         published = {entry.name: view_of(buckets[entry.bucket], entry, dtype_name) for entry in entries}
-        for pieces in self.source.buckets():
-            copy_all([piece.tensor for piece in pieces], [piece.rows_of(published[piece.name]) for piece in pieces])
+        digests = self._fill(published)
         if self._digests:
-            entries = [msgspec.structs.replace(entry, digest=digest(published[entry.name])) for entry in entries]
+            entries = [msgspec.structs.replace(entry, digest=digests[entry.name]) for entry in entries]
         delta = self._publish_delta(version, published, buckets) if self._delta else None
         offers = {outlet.name: outlet.offer(version, buckets) for outlet in self._outlets}
         sizes = [bucket.numel() for bucket in buckets]
@@ -120,6 +119,25 @@ class WeightPublisher:
         if self._store is not None:
             self._store.put(manifest_key(version), ManifestRecord.of(manifest), timeout=0.0)
         return manifest
+
+    def _fill(self, published: Mapping[str, Tensor]) -> dict[str, int]:
+        """Copy all weights into the tensors that are published; returns their digests where these are wanted.
+
+        They are taken on the way of tensors that come whole, and afterwards of those that come in parts.
+        """
+        digests: dict[str, int] = {}
+        for pieces in self.source.buckets():
+            whole = [piece for piece in pieces if self._digests and piece.tensor.shape == published[piece.name].shape]
+            names = {piece.name for piece in whole}
+            parts = [piece for piece in pieces if piece.name not in names]
+            slots = [piece.rows_of(published[piece.name]) for piece in whole]
+            found = copy_all_digested([piece.tensor for piece in whole], slots)
+            digests |= {piece.name: value for piece, value in zip(whole, found, strict=True)}
+            copy_all([piece.tensor for piece in parts], [piece.rows_of(published[piece.name]) for piece in parts])
+        if self._digests:
+            rest = [name for name in published if name not in digests]
+            digests |= zip(rest, multi_digest([published[name] for name in rest]), strict=True)
+        return digests
 
     def _publish_delta(self, version: int, published: Mapping[str, Tensor], buckets: list[Tensor]) -> Delta | None:
         """Lay out what changed since the version before, in further `buckets`; None where that is of no use."""

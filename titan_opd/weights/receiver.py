@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_opd.channel import Address, ChannelError, PayloadFetcher
+from titan_opd.ops import multi_digest
 from titan_opd.weights.errors import TransferError, VerificationError
 from titan_opd.weights.manifest import Manifest, ManifestRecord, Probe
 from titan_opd.weights.mirror import Mirror
@@ -32,7 +33,7 @@ from titan_opd.weights.transports import (
     ProcessGroupInlet,
     SharedMemoryInlet,
 )
-from titan_opd.weights.verify import check_digests, check_layout, check_moved, digest
+from titan_opd.weights.verify import check_digests, check_layout, check_moved
 from titan_opd.weights.version_delta import digest_of_version
 
 
@@ -223,7 +224,9 @@ def put_in(
         update.finish()
         about = {"version": version, "worker": worker}
         if checks.digest:
-            stored = {name: digest(_stored(update, name)) for name in sent if name not in fingerprints}
+            readable = [name for name in sent if name not in fingerprints]
+            digests = multi_digest([_stored(update, name) for name in readable])
+            stored = dict(zip(readable, digests, strict=True))
             check_digests(sent, stored, previous=previous, what="stored", **about)
             written = update.written_digests() if fingerprints else {}
             silent = [name for name in fingerprints if name not in written]

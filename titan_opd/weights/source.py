@@ -1,8 +1,9 @@
 """Where new weights come from: the trainer's parameters under their Hugging Face names.
 
-A parameter is cast once, on the shard where its float32 master lives, and then gathered: rounding is element by
-element, so the result is that of casting the whole, with less to send. P processes, N rows of a parameter of which each
-process holds at most C = ceil(N / P), as `torch.chunk` splits them.
+A parameter that is split among processes is cast once, on the shard where its float32 master lives, and then gathered:
+rounding is element by element, so the result is that of casting the whole, with less to send. One that this process
+holds whole is handed out as it is: it is cast on its way, by whoever copies it, which is one pass over memory less.
+P processes, N rows of a parameter of which each process holds at most C = ceil(N / P), as `torch.chunk` splits them.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 class WeightSource:
-    """Hands out all weights of a decoder, cast, bucket by bucket.
+    """Hands out all weights of a decoder, bucket by bucket.
 
     All processes that share the decoder must walk through `buckets` together. While one bucket is in use the next is
     being gathered, and no more than these two are held.
 
     Args:
-        decoder: the student; read, never written.
-        dtype: what the weights are cast to.
+        decoder: the student; read, never written. Its parameters must be those that it will have for good.
+        dtype: what the weights are to be stored as.
         bucket_bytes: of one bucket, with what its gathering needs; a larger row of a parameter still goes whole.
         timeout: seconds for one gathering.
 
     Attributes:
-        dtype: of what it hands out.
+        dtype: what the weights are to be stored as. What it gathers is of this type, the rest of the trainer's own.
         held_bytes: of the buckets that are held now.
         peak_bytes: the most that were ever held.
     """
@@ -56,18 +57,20 @@ class WeightSource:
             raise ValueError(f"buckets of {bucket_bytes} bytes hold nothing; set weights.bucket_mb above 0")
         self.dtype = dtype
         self.held_bytes = self.peak_bytes = 0
-        self._decoder = decoder
+        # Once: walking through a deep model's modules takes as long as copying 40 MB, and an update does little else.
+        self._parameters = [(name, parameter.detach()) for name, parameter in decoder.named_parameters()]
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters, in the order in which they are handed out."""
-        return {name: parameter.shape for name, parameter in self._decoder.named_parameters()}
+        return {name: parameter.shape for name, parameter in self._parameters}
 
     @torch.no_grad()
     def buckets(self) -> Iterator[list[Piece]]:
-        """All rows of all parameters, each once. A bucket's tensors are valid until the next one is asked for.
+        """All rows of all parameters, each once. A bucket's tensors are valid until the next one is asked for, and must
+        not be written: some are the trainer's own.
 
         Raises:
             TransferError: a gathering failed or took too long; it names this rank, the tensors and the collective.
@@ -90,8 +93,8 @@ class WeightSource:
         """The same on every process: it depends on shapes and placements alone."""
         bucket: list[_Block] = []
         num_bytes = 0
-        for name, parameter in self._decoder.named_parameters():
-            for block in self._blocks(name, parameter.detach()):
+        for name, parameter in self._parameters:
+            for block in self._blocks(name, parameter):
                 if bucket and (num_bytes + block.num_bytes > self._bucket_bytes or block.group != bucket[0].group):
                     yield bucket
                     bucket, num_bytes = [], 0
@@ -107,12 +110,13 @@ class WeightSource:
             # Other placements, such as FSDP over tensor-parallel columns, are gathered whole by DTensor itself.
             yield _Block(name, parameter, 0, parameter.shape[0], parameter.shape[0] * row_bytes, None)
             return
-        group, local, num_rows = None, parameter, parameter.shape[0]
-        copies = 1
-        if isinstance(parameter, DTensor):
-            group, local = parameter.device_mesh.get_group(axis), parameter.to_local()
-            num_rows = -(-parameter.shape[0] // group.size())
-            copies = 1 if group.size() == 1 else group.size() + 1  # everybody's rows, and what this process sends
+        group = None if axis is None else parameter.device_mesh.get_group(axis)
+        if group is None or group.size() == 1:
+            whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            yield _Block(name, whole, 0, len(whole), 0, None)
+            return
+        local, num_rows = parameter.to_local(), -(-parameter.shape[0] // group.size())
+        copies = group.size() + 1  # everybody's rows, and what this process sends
         rows_a_block = max(1, self._bucket_bytes // max(1, row_bytes * copies))
         for first in range(0, num_rows, rows_a_block):
             last = min(num_rows, first + rows_a_block)
@@ -125,17 +129,13 @@ class WeightSource:
         self.held_bytes += gathering.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         group = blocks[0].group
-        by_rows = [block for block in blocks if not isinstance(block.local, DTensor)]
-        if not by_rows:
+        if group is None:
             return gathering
-        sizes = [block.num_elements for block in by_rows]
-        local = torch.empty(sum(sizes), dtype=self.dtype, device=by_rows[0].local.device)
-        sources = [block.rows().contiguous().view(-1) for block in by_rows]
+        sizes = [block.num_elements for block in blocks]
+        local = torch.empty(sum(sizes), dtype=self.dtype, device=blocks[0].local.device)
+        sources = [block.rows().contiguous().view(-1) for block in blocks]
         slots = local.split(sizes)
         multi_copy(sources, [slot[: len(rows)] for slot, rows in zip(slots, sources, strict=True)])
-        if group is None or group.size() == 1:
-            gathering.gathered = local[None]
-            return gathering
         gathering.local = local
         gathering.gathered = torch.empty(group.size(), len(local), dtype=self.dtype, device=local.device)
         try:
@@ -156,6 +156,9 @@ class WeightSource:
         for block in gathering.blocks:
             if isinstance(block.local, DTensor):
                 pieces.append(Piece(block.name, 0, block.local.to(self.dtype).full_tensor()))
+                continue
+            if block.group is None:
+                pieces.append(Piece(block.name, 0, block.local))
                 continue
             assert gathering.gathered is not None
             slots = gathering.gathered[:, begin : begin + block.num_elements]
@@ -182,8 +185,8 @@ class _Block:
 
     Attributes:
         local: this process's rows; a DTensor that is gathered whole.
-        num_bytes: that its gathering takes.
-        group: of the processes that hold a share; None where each holds all.
+        num_bytes: that its gathering takes; 0 for what this process holds whole.
+        group: of the processes that hold a share; None where each holds all, or DTensor gathers.
         whole: the parameter's shape.
     """
 
@@ -206,8 +209,8 @@ class _Block:
 
     def rows_of_rank(self, rank: int) -> tuple[int, int]:
         """First and last + 1 of a process's rows, counted in the whole parameter."""
-        num_ranks = 1 if self.group is None else self.group.size()
-        num_rows = -(-self.whole[0] // num_ranks)
+        assert self.group is not None
+        num_rows = -(-self.whole[0] // self.group.size())
         end = min(self.whole[0], (rank + 1) * num_rows)
         return min(end, rank * num_rows + self.first), min(end, rank * num_rows + self.last)
 

@@ -42,6 +42,9 @@ class ChangingUpdate(WeightUpdate, Protocol):
     """An update that can also be made of changes against the version that the engine has. Each parameter comes in one
     of three ways: by `write`, by `change` or by `keep`."""
 
+    def write_digested(self, pieces: Sequence[Piece]) -> list[int]:
+        """As `write`; returns the digest of each piece as it was cast, taken on the way."""
+
     def change(self, changes: Sequence[Change]) -> None:
         """Overwrite some elements of some parameters, each parameter once. Memory is reused as in `write`."""
 

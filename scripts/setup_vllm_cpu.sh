@@ -54,7 +54,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         .venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec triton 2>/dev/null || true
     fi
     # What titan_opd needs beside what vLLM brings, and what the tests of this folder's engines need.
-    pip_install pyarrow rich tensorboard "pyzmq>=26" "msgspec>=0.19" pytest hypothesis
+    pip_install pyarrow rich tensorboard "pyzmq>=26" "msgspec>=0.19" pytest pytest-xdist hypothesis
     # The source tree as it stands, with the operators that scripts/setup.sh built into it: they serve every torch.
     site=$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     pwd >"$site/titan_opd.pth"

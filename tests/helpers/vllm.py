@@ -1,6 +1,6 @@
 """For tests with the real vLLM, which lives in an environment of its own (scripts/setup_vllm_cpu.sh).
 
-.venv-vllm/bin/python -m pytest tests/engines/test_vllm_*.py
+.venv-vllm/bin/python -m pytest -m vllm tests
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from titan_opd.data.records import Trajectory
 from titan_opd.models import Decoder
 
 needs_vllm = [
-    pytest.mark.slow,
+    pytest.mark.vllm,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,
-        reason="needs vLLM: scripts/setup_vllm_cpu.sh, .venv-vllm/bin/python -m pytest tests/engines/test_vllm_*.py",
+        reason="needs vLLM: scripts/setup_vllm_cpu.sh, .venv-vllm/bin/python -m pytest -m vllm tests",
     ),
 ]
 NUM_ROWS = 112  # of the embedding, above the 101 tokens

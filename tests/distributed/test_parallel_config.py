@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.distributed.cases import OBJECTIVES, make_scorer
-from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
+from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder, save_model
 from tests.helpers.trajectories import make_trajectories
 from titan_opd.config.schema import OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_opd.data import pack
 from titan_opd.data.packing import pad_tokens
 from titan_opd.learner import DistillationModel
-from titan_opd.parallel import open_world
+from titan_opd.parallel import load_shards, open_world, parallelize
 from titan_opd.parallel.mesh import AXES, axis_sizes
 from titan_opd.parallel.tensor_parallel import check_divisible
 
@@ -63,6 +63,28 @@ def test_one_process_is_a_mesh_too():
 def test_a_model_that_tp_cannot_share_is_refused_with_the_numbers(shape, tp, message):
     with pytest.raises(ValueError, match=message):
         check_divisible(make_decoder("llama", seed=0, **shape).config, tp)
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape", "message"),
+    [
+        ("qwen3", {"head_dim": 8}, r"q_norm.*"),  # names that the student does not have
+        ("llama", {"num_hidden_layers": 1}, r"layers\.1.*"),  # names that are missing
+        ("llama", {"intermediate_size": 40}, r"(gate|up|down)_proj.* 40"),
+    ],
+)
+def test_a_checkpoint_of_another_architecture_is_refused_by_name_and_nothing_is_loaded(
+    tmp_path, stored, shape, message
+):
+    save_model(tmp_path / "stored", stored, seed=1, **shape)
+    decoder = make_decoder("llama", seed=0)
+    model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=1)
+    with open_world() as world:
+        parallelize(model, decoder, world.mesh, TrainingConfig(steps=1))
+        with pytest.raises(ValueError, match=message):
+            load_shards(decoder, tmp_path / "stored")
+        for name, parameter in make_decoder("llama", seed=0).named_parameters():
+            assert torch.equal(decoder.get_parameter(name).full_tensor(), parameter), name
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,22 @@ def test_winners_of_shards_are_those_of_the_whole(num_shards):
 
 
 def check_on_ranks():
-    """What each process does: 43 tokens in 44 rows of a projection; rank 3 has the last two."""
+    """What each process does: 43 tokens in 44 rows of a projection, split among four ranks, two, and one."""
     torch.manual_seed(0)
     logits = torch.cat([hard_rows(43), torch.full((8, 1), 9.0)], dim=1)
-    keys = torch.arange(8)
     rank = dist.get_rank()
-    columns = [slice(0, 20), slice(20, 20), slice(20, 42), slice(42, 44)][rank]
-    shard = VocabShard.create(torch.zeros(columns.stop - columns.start, 1), torch.float32, 43, dist.group.WORLD)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([one]) for one in range(4)]
+    # One rank has none, and the last of four a token and the padding.
+    check_columns(logits, [slice(0, 20), slice(20, 20), slice(20, 42), slice(42, 44)][rank], dist.group.WORLD)
+    check_columns(logits, [slice(0, 22), slice(22, 44)][rank % 2], pairs[rank // 2])
+    check_columns(logits, slice(0, 44), alone[rank])
+
+
+def check_columns(logits, columns, group):
+    """Ids, logits and draws of a rank with these columns are those of the whole, to the bit."""
+    keys = torch.arange(8)
+    shard = VocabShard.create(torch.zeros(columns.stop - columns.start, 1), torch.float32, 43, group)
     for k in (1, 7, 50):
         assert_same_topk(shard.topk(logits[:, columns], k), topk_logprobs(logits, k, vocab_size=43))
     drawn, whole = shard.sample(logits[:, columns], keys, 3), gumbel_sample(logits, keys, 3, vocab_size=43)
@@ -100,5 +109,5 @@ def check_on_ranks():
 
 
 @pytest.mark.slow
-def test_on_four_processes(tmp_path):
+def test_on_4_2_and_1_processes(tmp_path):
     run_world(check_on_ranks, size=4, folder=tmp_path)

@@ -36,7 +36,7 @@ def build_mesh(config: ParallelConfig, device_type: str, num_processes: int) -> 
 def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
     """How long a process waits for the others of an axis; axes do not take it over from the group of all processes."""
     for axis in (*AXES, "dp", *(["holders"] if mesh["tp"].size() > 1 else [])):
-        _set_pg_timeout(timedelta(seconds=seconds), mesh[axis].get_group())
+        _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group(axis))
 
 
 def axis_sizes(config: ParallelConfig, num_processes: int) -> tuple[int, int, int]:

@@ -1,33 +1,43 @@
 """What an update of the weights costs, by transport and part: `python scripts/bench_weights.py`.
 
 The weights are random, of SmolLM2-135M's shapes: 272 tensors, 134.5 million elements, 538 MB in float32 (the trainer's
-masters) and 269 MB in bfloat16 (what travels and what the engine stores). Trainer and engine are two processes of this
-machine (for in_process and direct: one). Each number is the least of several updates after two that are not counted,
-for others may use the machine too:
+masters) and 269 MB in bfloat16. Trainer and engine are two processes of this machine (for in_process and direct: one).
+All columns of a round one after the other, median (least - most) of the rounds after two that are not counted, seconds:
 
+    memcpy    as many bytes as the engine stores, from one place in memory to another, by as many threads
     publish   cast, gather and lay out all tensors, without digests
-    digest    of all tensors, at one end
     take      bytes from the publication into the engine's storage, without digests
-    update    publish and take with digests at both ends: what a run does
+    plain     publish and take without digests (direct: there is nothing to publish)
+    verified  the same with digests at both ends: what a run does
 
-A probe adds one forward pass of 31 tokens at each end.
+Of memcpy: the bytes that an update reads and writes in a second, against those of memcpy; with a cast it reads float32.
+Extra memory: the highest resident memory of the engine's process during its updates, above that before, MiB; the
+published bytes that it maps are in it.
+
+A probe adds one forward pass of 31 tokens at each end. With --vllm (in .venv-vllm) the engine is vLLM in this process,
+float32, and is compared with vLLM's own reload of a checkpoint from the page cache, which verifies nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
-import platform
+import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_gather_stats import cpu_model, spread
 
 from titan_opd.channel import Address, PayloadFetcher, PayloadStore, ZmqTransport
-from titan_opd.config.schema import RolloutConfig
-from titan_opd.models import Decoder, DecoderConfig
+from titan_opd.config.schema import RolloutConfig, RolloutVllmConfig
+from titan_opd.models import Decoder, DecoderConfig, save_decoder
 from titan_opd.rollout import NativeEngine
 from titan_opd.weights.direct import DirectDelivery
 from titan_opd.weights.publisher import WeightPublisher
@@ -41,7 +51,6 @@ from titan_opd.weights.transports import (
     ProcessGroupOutlet,
     SharedMemoryOutlet,
 )
-from titan_opd.weights.verify import digest
 
 SMOLLM2 = {
     "model_type": "llama",
@@ -57,6 +66,8 @@ SMOLLM2 = {
 BUCKET_BYTES = 64 << 20
 NOTHING, DIGEST = Checks(digest=False, probe=False), Checks(digest=True, probe=False)
 WARMUP = 2
+COLUMNS = ("memcpy", "publish", "take", "plain", "verified", "extra memory")
+Times = dict[str, list[float]]
 TRANSPORTS = ("in_process", "shared_memory", "channel", "process_group")
 
 
@@ -87,20 +98,62 @@ def make_receiver(transport: str, checks: Checks, local: InProcess | None) -> We
 
 
 def follow(transport: str, dtype: torch.dtype, threads: int, pipe: Any, local: InProcess | None = None) -> None:
-    """An engine's process: takes what it is told to, and says how long that took."""
+    """An engine's process: takes what it is told to, and says how long that took and how much memory."""
     torch.set_num_threads(threads)
     engine = make_engine(dtype)
     receivers = {checks: make_receiver(transport, checks, local) for checks in (NOTHING, DIGEST)}
     pipe.send("ready")
     while (told := pipe.recv()) is not None:
         address, version, verified = told
-        begin = time.perf_counter()
+        before = resident_mb(reset_peak=True)
         receivers[DIGEST if verified else NOTHING].take(engine, Address(*address), version)
-        pipe.send(time.perf_counter() - begin)
+        pipe.send(peak_mb() - before)
 
 
-def measure(transport: str, decoder: Decoder, dtype: torch.dtype, updates: int, threads: int) -> dict[str, float]:
-    """The least of each, seconds."""
+def resident_mb(*, reset_peak: bool = False) -> float:
+    """Memory of this process, MiB."""
+    if reset_peak:
+        Path("/proc/self/clear_refs").write_text("5")
+    return status_mb("VmRSS")
+
+
+def peak_mb() -> float:
+    """The most since the last reset, MiB."""
+    return status_mb("VmHWM")
+
+
+def status_mb(name: str) -> float:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
+
+
+class Memcpy:
+    """Copies as many bytes as an engine stores, by several threads.
+
+    Args:
+        num_bytes: of one copy.
+        threads: which share it.
+    """
+
+    def __init__(self, num_bytes: int, threads: int) -> None:
+        self._source = torch.full((num_bytes,), 7, dtype=torch.uint8)  # zeros would all be one page
+        self._destination = torch.ones(num_bytes, dtype=torch.uint8)
+        self._pool = ThreadPoolExecutor(threads)
+        self._threads = threads
+
+    def __call__(self) -> None:
+        pairs = zip(self._source.chunk(self._threads), self._destination.chunk(self._threads), strict=True)
+        list(self._pool.map(lambda pair: ctypes.memmove(pair[1].data_ptr(), pair[0].data_ptr(), pair[0].nbytes), pairs))
+
+
+def timed(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def measure(transport: str, decoder: Decoder, dtype: torch.dtype, rounds: int, threads: int, memcpy: Memcpy) -> Times:
+    """What a transport takes, by column."""
     store = PayloadStore(
         ZmqTransport(), name="weights", capacity_bytes=4 << 30, consumer="the engine", limits=WEIGHT_LIMITS
     )
@@ -115,7 +168,6 @@ def measure(transport: str, decoder: Decoder, dtype: torch.dtype, updates: int, 
     outlet: Outlet = makers[transport]()
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    engine, receivers = None, {}
     process = None
     if transport == "in_process":
         engine = make_engine(dtype)
@@ -125,87 +177,139 @@ def measure(transport: str, decoder: Decoder, dtype: torch.dtype, updates: int, 
         process.start()
         here.recv()
     address = (store.address.endpoint, store.address.public_key)
+    times: Times = {name: [] for name in COLUMNS}
+    source = make_source(decoder, dtype)
+    publishers = {
+        verified: WeightPublisher(source, [outlet], store, bucket_bytes=BUCKET_BYTES, digests=verified)
+        for verified in (False, True)
+    }
     version = 0
-    times: dict[str, list[float]] = {"publish": [], "take": [], "update": []}
-    for verified in (False, True):
-        source = make_source(decoder, dtype)
-        publisher = WeightPublisher(source, [outlet], store, bucket_bytes=BUCKET_BYTES, digests=verified)
-        for round_number in range(WARMUP + updates):
+
+    def take(verified: bool) -> None:
+        if process is None:
+            receivers[DIGEST if verified else NOTHING].take(engine, store.address, version)
+        else:
+            here.send((address, version, verified))
+            times["extra memory"].append(here.recv())
+
+    for _ in range(WARMUP + rounds):
+        times["memcpy"].append(timed(memcpy))
+        for verified, publisher in publishers.items():
             version += 1
-            begin = time.perf_counter()
-            publisher.publish(version)
-            published = time.perf_counter()
-            if process is None:
-                receivers[DIGEST if verified else NOTHING].take(engine, store.address, version)
-            else:
-                here.send((address, version, verified))
-                here.recv()
-            end = time.perf_counter()
-            if round_number < WARMUP:
-                continue
-            if verified:
-                times["update"].append(end - begin)
-            else:
-                times["publish"].append(published - begin)
-                times["take"].append(end - published)
-        for known in (version - 1, version):
+            published = timed(lambda: publisher.publish(version))  # noqa: B023 (called at once)
+            taken = timed(lambda: take(verified))  # noqa: B023
+            if not verified:
+                times["publish"].append(published)
+                times["take"].append(taken)
+            times["verified" if verified else "plain"].append(published + taken)
+    for publisher in publishers.values():
+        for known in publisher._published:
             publisher._forget(known)
     outlet.close()
     if process is not None:
         here.send(None)
         process.join()
     store.close()
-    return {name: min(values) for name, values in times.items()}
+    return times
 
 
-def measure_direct(decoder: Decoder, dtype: torch.dtype, updates: int) -> dict[str, float]:
+def measure_direct(decoder: Decoder, dtype: torch.dtype, rounds: int, memcpy: Memcpy) -> Times:
     """From the parameters straight into the engine: there is no publication."""
     engine = make_engine(dtype)
-    result = {}
+    times: Times = {name: [] for name in COLUMNS}
+    source = make_source(decoder, dtype)
+    deliveries = {
+        name: DirectDelivery(source, worker="trainer-0", checks=checks, bucket_bytes=BUCKET_BYTES)
+        for name, checks in (("plain", NOTHING), ("verified", DIGEST))
+    }
     version = 0
-    for name, checks in (("take", NOTHING), ("update", DIGEST)):
-        source = make_source(decoder, dtype)
-        delivery = DirectDelivery(source, worker="trainer-0", checks=checks, bucket_bytes=BUCKET_BYTES)
-        times = []
-        for _ in range(WARMUP + updates):
+    for _ in range(WARMUP + rounds):
+        times["memcpy"].append(timed(memcpy))
+        before = resident_mb(reset_peak=True)
+        for name, delivery in deliveries.items():
             version += 1
-            begin = time.perf_counter()
-            delivery.deliver(engine, version)
-            times.append(time.perf_counter() - begin)
-        result[name] = min(times[WARMUP:])
-    return result
+            times[name].append(timed(lambda: delivery.deliver(engine, version)))  # noqa: B023
+        times["extra memory"].append(peak_mb() - before)
+    return times
+
+
+def measure_vllm(decoder: Decoder, rounds: int) -> Times:
+    """vLLM in this process: our update of it, and its own reload of a checkpoint."""
+    from titan_opd.rollout.vllm import VllmEngine
+
+    engine = VllmEngine(
+        decoder.config,
+        config=RolloutConfig(engine="vllm", max_concurrent=1, vllm=RolloutVllmConfig(kv_cache_mb=64)),
+        stop_ids=(),
+        vocab_size=SMOLLM2["vocab_size"],
+        max_prompt_tokens=8,
+        max_new_tokens=8,
+        seed=0,
+        draws=False,
+        device=torch.device("cpu"),
+    )
+    # Its weights come from a trainer, and vLLM would refuse to look for them in files.
+    engine._llm.llm_engine.vllm_config.load_config.load_format = "auto"
+    source = make_source(decoder, torch.float32)
+    deliveries = {
+        name: DirectDelivery(source, worker="trainer-0", checks=checks, bucket_bytes=BUCKET_BYTES)
+        for name, checks in (("plain", NOTHING), ("verified", DIGEST))
+    }
+    times: Times = {name: [] for name in ("reload", *deliveries)}
+    version = 0
+    with tempfile.TemporaryDirectory() as folder:
+        save_decoder(decoder, folder)
+        reload = {"weights_path": folder}
+        for _ in range(WARMUP + rounds):
+            times["reload"].append(timed(lambda: engine._llm.collective_rpc("reload_weights", kwargs=reload)))
+            for name, delivery in deliveries.items():
+                version += 1
+                times[name].append(timed(lambda: delivery.deliver(engine, version)))  # noqa: B023
+    return times
+
+
+def row(title: str, times: Times, moved: float) -> str:
+    """Of the table; `moved`: bytes that an update reads and writes, for each that memcpy does."""
+    counted = {name: values[WARMUP:] for name, values in times.items()}
+    shares = (
+        moved * statistics.median(counted["memcpy"]) / statistics.median(counted[n]) for n in ("plain", "verified")
+    )
+    seconds = (spread(counted[name], 3) if counted[name] else "-" for name in COLUMNS[:-1])
+    memory = f"{max(counted['extra memory']):.0f}" if counted["extra memory"] else "-"
+    return "| " + " | ".join([title, *seconds, *(f"{share:.0%}" for share in shares), memory]) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--updates", type=int, default=5, help="counted updates of each kind")
+    parser.add_argument("--rounds", type=int, default=7, help="counted updates of each kind")
     parser.add_argument("--transports", nargs="*", default=list(TRANSPORTS), choices=TRANSPORTS)
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--vllm", action="store_true", help="vLLM against its own reload, and nothing else")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    dtype = getattr(torch, arguments.dtype)
+    dtype = torch.float32 if arguments.vllm else getattr(torch, arguments.dtype)
     decoder = make_decoder(torch.float32)
     num_bytes = sum(value.numel() for value in decoder.parameters()) * dtype.itemsize
     print(__doc__)
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"{arguments.threads} thread(s) a process, {arguments.dtype}: {num_bytes / 1e6:.0f} MB; seconds\n"
+        f"{cpu_model()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {arguments.threads} thread(s) a "
+        f"process, {str(dtype).removeprefix('torch.')}: {num_bytes / 1e6:.0f} MB, in buckets of "
+        f"{BUCKET_BYTES / 1e6:.0f}\n"
     )
-    stored = make_decoder(dtype)
-    digests = []
-    for _ in range(WARMUP + arguments.updates):
-        begin = time.perf_counter()
-        for value in stored.parameters():
-            digest(value)
-        digests.append(time.perf_counter() - begin)
-    print(f"digest of all tensors: {min(digests[WARMUP:]):.2f}\n")
-    print("| transport | publish | take | update, verified |\n|---|---|---|---|")
-    found = measure_direct(decoder, dtype, arguments.updates)
-    print(f"| direct | - | {found['take']:.2f} | {found['update']:.2f} |", flush=True)
+    if arguments.vllm:
+        print("| vLLM's own reload | plain | verified |\n|---|---|---|")
+        times = measure_vllm(decoder, arguments.rounds)
+        print("| " + " | ".join(spread(values[WARMUP:], 3) for values in times.values()) + " |")
+        return
+    memcpy = Memcpy(num_bytes, arguments.threads)
+    moved = (4 + dtype.itemsize) / (2 * dtype.itemsize)
+    print(f"| transport | {' | '.join(COLUMNS[:-1])} | plain of memcpy | verified of memcpy | extra memory, MiB |")
+    print("|" + "---|" * (len(COLUMNS) + 3))
+    print(row("direct", measure_direct(decoder, dtype, arguments.rounds, memcpy), moved), flush=True)
     for transport in arguments.transports:
-        found = measure(transport, decoder, dtype, arguments.updates, arguments.threads)
-        print(f"| {transport} | {found['publish']:.2f} | {found['take']:.2f} | {found['update']:.2f} |", flush=True)
+        found = measure(transport, decoder, dtype, arguments.rounds, arguments.threads, memcpy)
+        print(row(transport, found, moved), flush=True)
 
 
 if __name__ == "__main__":

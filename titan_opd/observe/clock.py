@@ -21,12 +21,13 @@ class PhaseClock:
         self._seconds: dict[str, float] = defaultdict(float)
         self._tokens: dict[str, int] = defaultdict(int)
         self._running: str | None = None
+        self.latest: str | None = None  # the phase that runs, or ran last: where an error comes from
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as part of phase `name`."""
         assert self._running is None, f"phase {name!r} starts inside phase {self._running!r}"
-        self._running, start = name, time.perf_counter()
+        self._running, self.latest, start = name, name, time.perf_counter()
         try:
             with trace.span(name):
                 yield

@@ -1,7 +1,9 @@
 """Where the threads of a run's other processes stand, on request.
 
 Each process offers its stacks (`offer_stacks`): on SIGUSR1 it appends those of all its threads to a file of its own in
-the run's folder, from C, so also while it hangs in a collective. `request_stacks` asks all of this machine.
+the run's folder, from C, so also while it hangs in a collective. A thread, which can run as long as nothing holds the
+interpreter, sees the file grow and appends the collectives (flight_recorder.py). `request_stacks` asks all of this
+machine.
 """
 
 from __future__ import annotations
@@ -10,16 +12,20 @@ import faulthandler
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from titan_opd.errors import writing
+from titan_opd.observe.flight_recorder import describe_collectives
 from titan_opd.observe.trace import machine_id
 
 STACKS_FOLDER = "stacks"  # in the run's folder
-_SETTLED_SECONDS = 0.1  # a stack dump that has not grown for so long is complete
+_LOOK_SECONDS = 0.2  # between two looks at the file; stacks that have not grown in between are complete
+_END = "(end of the answer)\n"
 
 
 @contextmanager
@@ -37,14 +43,36 @@ def offer_stacks(run_directory: Path | str, role: str, rank: int) -> Iterator[Pa
         file.write(json.dumps(identity) + "\n")
         file.flush()
     empty = path.stat().st_size
+    closing = threading.Event()
+    thread = threading.Thread(target=_add_collectives, args=(file, closing), name="stacks", daemon=True)
+    thread.start()
     try:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         yield path
     finally:
         faulthandler.unregister(signal.SIGUSR1)
+        closing.set()
+        thread.join()
         file.close()
         if path.stat().st_size == empty:  # nobody asked
             path.unlink()
+
+
+def _add_collectives(file: TextIO, closing: threading.Event) -> None:
+    """Complete each answer that faulthandler has written, until `closing`."""
+    known = seen = os.fstat(file.fileno()).st_size
+    while not closing.wait(_LOOK_SECONDS):
+        size = os.fstat(file.fileno()).st_size
+        if size > known and size == seen:
+            try:
+                collectives = describe_collectives()
+            except Exception as error:  # its format is PyTorch's own and may change
+                collectives = f"cannot be told: {error!r}\n"
+            with suppress(OSError):  # a full disk
+                file.write(f"Collectives\n{collectives}{_END}" if collectives else _END)
+                file.flush()
+            known = size = os.fstat(file.fileno()).st_size
+        seen = size
 
 
 def request_stacks(run_directory: Path | str, *, seconds: float = 2.0) -> dict[str, str]:
@@ -64,17 +92,19 @@ def request_stacks(run_directory: Path | str, *, seconds: float = 2.0) -> dict[s
     if not asked:
         return {}
     end = time.monotonic() + seconds
-    sizes, before = dict(asked), {}
-    while time.monotonic() < end and (sizes != before or any(sizes[path] == asked[path] for path in asked)):
-        time.sleep(_SETTLED_SECONDS)
-        before, sizes = sizes, {path: path.stat().st_size for path in asked}
-    stacks = {}
-    for path, old_size in asked.items():
-        with path.open("rb") as file:
-            file.seek(old_size)
-            text = file.read().decode(errors="replace")
-        stacks[path.stem] = text or f"did not answer within {seconds:g} s\n"
-    return stacks
+    stacks = dict.fromkeys(asked, "")
+    while time.monotonic() < end and not all(text.endswith(_END) for text in stacks.values()):
+        time.sleep(_LOOK_SECONDS / 2)
+        stacks = {path: _read_from(path, old_size) for path, old_size in asked.items()}
+    return {
+        path.stem: text.removesuffix(_END) or f"did not answer within {seconds:g} s\n" for path, text in stacks.items()
+    }
+
+
+def _read_from(path: Path, position: int) -> str:
+    with path.open("rb") as file:
+        file.seek(position)
+        return file.read().decode(errors="replace")
 
 
 def _process_that_offers(path: Path) -> int | None:

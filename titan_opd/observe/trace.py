@@ -18,7 +18,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -258,6 +258,8 @@ def _new_file(folder: Path, name: str, max_bytes: int) -> EventsFile:
 
 # The process's tracer. A forked child is another process: it opens its own or has none.
 _tracer: Tracer | None = None
+# What marks spans for somebody else who listens just now: a profiler.
+_mark: Callable[[str], AbstractContextManager[Any]] | None = None
 _NOTHING = nullcontext()
 
 
@@ -279,9 +281,15 @@ def open_tracer(folder: Path | str, role: str, rank: int, *, max_mb: float = DEF
         tracer.close()
 
 
+def mark_spans(mark: Callable[[str], AbstractContextManager[Any]] | None) -> None:
+    """From now on a span is also inside `mark(name)`, with or without a tracer; None ends that."""
+    global _mark
+    _mark = mark
+
+
 def _forget() -> None:
-    global _tracer
-    _tracer = None
+    global _tracer, _mark
+    _tracer = _mark = None
 
 
 if hasattr(os, "register_at_fork"):
@@ -290,8 +298,15 @@ if hasattr(os, "register_at_fork"):
 
 def span(name: str, /, **args: Any) -> AbstractContextManager[None]:
     """`Tracer.span` of the process's tracer; without one, nothing."""
-    tracer = _tracer  # another thread may close it meanwhile
-    return _NOTHING if tracer is None else tracer.span(name, **args)
+    tracer, mark = _tracer, _mark  # another thread may close it meanwhile
+    own = _NOTHING if tracer is None else tracer.span(name, **args)
+    return own if mark is None else _both(own, mark(name))
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def instant(name: str, /, **args: Any) -> None:

@@ -27,6 +27,7 @@ from typing import TextIO, TypeVar
 from titan_opd.errors import StallError, writing
 from titan_opd.observe import trace
 from titan_opd.observe.diagnosis import RunState, StallReport, diagnose
+from titan_opd.observe.flight_recorder import describe_collectives
 from titan_opd.observe.stacks import request_stacks
 from titan_opd.observe.stall_text import print_report, report_text
 
@@ -207,6 +208,7 @@ class Watchdog:
         faulthandler.dump_traceback(self._file, all_threads=True)
         for name, stacks in request_stacks(self.path.parent).items():
             self._append(f"\nStacks of {name}\n\n{stacks}")
+        self._append(f"\nCollectives of this process\n{describe_collectives() or 'none'}\n")
 
     def _append(self, text: str) -> None:
         self._file.write(text)

@@ -20,6 +20,7 @@ from titan_opd.assemble import read_common
 from titan_opd.channel import ChannelError, RefusedError
 from titan_opd.channel.keys import CONDUCTOR
 from titan_opd.config import Config
+from titan_opd.observe.out_of_memory import explain_out_of_memory
 from titan_opd.observe.stacks import offer_stacks
 from titan_opd.observe.trace import open_tracer
 from titan_opd.parallel.cores import pin_to_cores
@@ -91,7 +92,8 @@ def run_worker(
 
 @contextmanager
 def _observed(config: Config, role: str, name: str) -> Iterator[None]:
-    """Inside, this process can be asked for its stacks, and is traced where the configuration says so.
+    """Inside, this process can be asked for its stacks, a device that runs out of memory leaves a snapshot, and the
+    process is traced where the configuration says so.
 
     A worker on another machine may not have the run's folder: what it would write there has no place then.
     """
@@ -102,6 +104,8 @@ def _observed(config: Config, role: str, name: str) -> Iterator[None]:
     rank = int(re.sub(r".*?(\d*)$", r"\1", name) or 0)
     with ExitStack() as stack:
         stack.enter_context(offer_stacks(folder, role, rank))
+        phase = {"rollout": "rollout", "teacher": "score"}.get(role)
+        stack.enter_context(explain_out_of_memory(folder, role, rank, phase=lambda: phase))
         if config.observe.trace:
             stack.enter_context(open_tracer(folder, role, rank, max_mb=config.observe.trace_mb))
         yield

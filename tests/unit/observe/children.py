@@ -9,6 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from tests.helpers import processes  # noqa: F401  (says what the fork server imports, once for all tests)
 from titan_opd.errors import StallError
 from titan_opd.observe import RunState, Watchdog, offer_stacks, trace
@@ -87,6 +90,26 @@ def outlive_the_watchdog(folder):
 def offer_and_sleep(folder, ready):
     with offer_stacks(folder, "teacher", 4):
         a_place_that_the_stacks_name(ready)
+
+
+def miss_a_collective(folder, rank, log):
+    """Two processes, of which only the first comes to the second collective; the first is watched."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, sys.stderr.fileno())
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with offer_stacks(folder, "trainer", rank):
+        dist.all_reduce(torch.zeros(3))
+        if rank:
+            somewhere_else()
+        dist.all_reduce(torch.zeros(0), group=dist.new_group([0]))  # a group of its own
+        parts = [torch.zeros(5, dtype=torch.float64) for _ in range(2)]
+        with Watchdog(folder, 1.0, collect=lambda: None, grace_seconds=1.0):
+            dist.all_gather(parts, parts[0])
+
+
+def somewhere_else():
+    dist.new_group([0])  # made by all processes
+    time.sleep(3600)
 
 
 def a_place_that_the_stacks_name(ready):

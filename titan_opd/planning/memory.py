@@ -130,9 +130,7 @@ class StepMemory:
         yield self._update()
 
     def _loss(self) -> Moment:
-        last = self.parts.layers[-1]
         # The forward pass holds the last gather's result until the next one, or its own end, after the loss.
-        buffers = self._gather_buffer(last)
         return Moment(
             "loss",
             {
@@ -140,14 +138,13 @@ class StepMemory:
                 GATHERED: self._gathered(None),
                 GRADIENTS: self._accumulated(len(self.parts.layers)),
                 HEAD: self.head + self.head_gradient,
-                BUFFERS: buffers,
+                BUFFERS: self._gather_buffer(self.parts.layers[-1]),
             },
         )
 
     def _backward(self, index: int) -> Moment:
-        """Of the feed-forward part of a layer, while the layer before it is being gathered."""
+        """Of the feed-forward part of a layer, while those before it are being gathered."""
         layers = self.parts.layers
-        previous = self._gather_buffer(layers[index - 1]) if index and self._parallel.reshard_after_forward else 0
         following = self._reduce_buffer(layers[index + 1]) if index + 1 < len(layers) else 0
         return Moment(
             f"backward pass of layer {index}",
@@ -155,7 +152,7 @@ class StepMemory:
                 ACTIVATIONS: self._activations(index) + self._layer.whole,
                 GATHERED: self._gathered(index),
                 GRADIENTS: self._shards(index + 1) + self._accumulated(index + 1) + self.head_gradient,
-                BUFFERS: previous + following,
+                BUFFERS: self._prefetched(index) + following,
                 TEMPORARY: self._layer.temporary + self._first_gradient(index),
             },
         )
@@ -163,7 +160,6 @@ class StepMemory:
     def _reduction(self, index: int) -> Moment:
         """Of a layer's gradients, when its parameters have been freed."""
         group = self.parts.layers[index]
-        previous = self.parts.layers[index - 1] if index and self._parallel.reshard_after_forward else None
         own = 0 if self._adds_in_place else self._itemsize * group.gathered
         return Moment(
             f"reduction of layer {index}",
@@ -171,7 +167,7 @@ class StepMemory:
                 ACTIVATIONS: self._activations(index) + self.work.num_tokens * self.config.hidden_size * self._itemsize,
                 GATHERED: self._gathered(None),
                 GRADIENTS: self._shards(index + 1) + self._accumulated(index + 1) + self.head_gradient,
-                BUFFERS: self._reducing(group, own) + (self._gather_buffer(previous) if previous else 0),
+                BUFFERS: self._prefetched(index) + self._reducing(group, own),
             },
         )
 
@@ -273,6 +269,13 @@ class StepMemory:
     def _gather_buffer(self, group: Group) -> int:
         """What a gather writes, before it is copied into the parameters; a lone process copies its own."""
         return 0 if self.grid.shard == 1 else self._itemsize * group.padded * self.grid.shard
+
+    def _prefetched(self, index: int) -> int:
+        """Gathers under way in the backward pass of a layer: of the one before it, or of as many as were asked for."""
+        if not self._parallel.reshard_after_forward:
+            return 0
+        first = max(0, index - max(1, self._parallel.prefetch))
+        return sum(self._gather_buffer(group) for group in self.parts.layers[first:index])
 
     def _reduce_buffer(self, group: Group) -> int:
         """What a reduction reads; it is kept until the next one."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.end_to_end.workshop import run_cli
+from tests.helpers.processes import start_ranks
 from titan_opd.models import DecoderConfig
 from titan_opd.models.flops import causal_pairs, training_flops
 from titan_opd.observe import read_metrics
@@ -22,19 +23,37 @@ def run(workshop):
     return workshop.train("instruments", *options, "--observe.peak_tflops", "0.001", "--schedule.minibatches", "2")
 
 
-def test_mfu_is_that_of_the_samples_which_the_step_trained(workshop, run):
+def check_utilization(workshop, run, *, num_devices):
+    """Every step's numbers against the samples that all of its processes have kept."""
     config = DecoderConfig.from_directory(workshop.folder / "student")
     for line in read_metrics(run, "train"):
-        (path,) = (run / "payload").glob(f"step-{line['step']:06}-rank-*.samples")
-        trajectories = [one.trajectory for one in read_samples(path)]
+        paths = (run / "payload").glob(f"step-{line['step']:06}-rank-*.samples")
+        trajectories = [one.trajectory for path in paths for one in read_samples(path)]
+        assert len(trajectories) == 8
         lengths = [len(one.prompt.token_ids) + len(one.response_ids) - 1 for one in trajectories]
         num_rows = sum(len(one.response_ids) for one in trajectories)
         assert line["tokens"] == num_rows
         flops = training_flops(config, num_tokens=sum(lengths), num_rows=num_rows, num_pairs=causal_pairs(lengths))
-        assert line["mfu"] == pytest.approx(flops / (line["seconds/train"] * 1e9))
-        per_device = line["tokens_per_second/train_per_device"]
-        assert per_device == pytest.approx(line["tokens_per_second/train"])  # of one device
-        assert per_device == pytest.approx(sum(lengths) / line["seconds/train"])
+        device_seconds = line["seconds/train"] * num_devices
+        assert line["mfu"] == pytest.approx(flops / (device_seconds * 1e9))
+        assert line["tokens_per_second/train_per_device"] == pytest.approx(sum(lengths) / device_seconds)
+
+
+def test_mfu_is_that_of_the_samples_which_the_step_trained(workshop, run):
+    check_utilization(workshop, run, num_devices=1)
+
+
+@pytest.mark.slow  # processes that import everything
+@pytest.mark.parametrize("layout", [("--parallel.dp_shard", "2"), ("--parallel.tp", "2")])
+def test_mfu_and_profiles_of_two_processes(workshop, tmp_path, layout):
+    run, log = tmp_path / "run", tmp_path / "log"
+    options = ("--observe.peak_tflops", "0.001", "--journal.payload", "true", "--training.steps", "2", *layout)
+    profile = ("--profile.first_step", "2", "--profile.num_steps", "1", "--profile.ranks", "[0, 1]")
+    processes = start_ranks("train", workshop.toml, "--run.directory", run, *options, *profile, log=log)
+    assert [process.wait() for process in processes] == [0, 0], log.read_text()[-3000:]
+    check_utilization(workshop, run, num_devices=2)
+    names = sorted(path.name for path in (run / "profile").iterdir())
+    assert names == ["trainer-0-steps-2-2.json.gz", "trainer-1-steps-2-2.json.gz"]
 
 
 def test_the_profile_has_the_phases_of_its_step(run):

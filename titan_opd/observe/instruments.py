@@ -83,10 +83,10 @@ class Instruments:
             student: its shape.
             lengths: tokens of the sequences that this process's share trains.
             num_trained: tokens that are trained, over all processes.
-            seconds: of the phase `train`.
+            seconds: of the phase `train` in this process.
 
         Returns:
-            Metrics, the same in all processes.
+            Metrics over all processes; those of time are by this process's clock.
 
         Raises:
             StorageError: a profile cannot be written.

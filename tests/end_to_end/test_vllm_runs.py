@@ -17,6 +17,7 @@ from titan_opd.observe import read_metrics
 
 pytestmark = needs_vllm
 VLLM = ("--rollout.engine", "vllm", "--rollout.vllm.kv_cache_mb", "64")
+SPLIT = ("--rollout.vllm.tensor_parallel_size", "2")
 VLLM_TEACHER = ("--teacher.engine", "vllm", "--teacher.vllm.kv_cache_mb", "64")
 WORKERS = ("--rollout.placement", "workers", "--rollout.workers", "1", "--rollout.python", sys.executable)
 ASYNC = ("--schedule.mode", "async", "--schedule.max_staleness", "2")
@@ -43,14 +44,14 @@ def train(workshop: Workshop, name: str, *options: str, num_processes: int = 1) 
     command = [sys.executable, *launcher, workshop.toml, "--run.directory", path, *options]
     command += ["--training.steps", str(NUM_STEPS)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, env=environment)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
     return path
 
 
 def check_run(run: Path) -> None:
-    """Every sample once, and the student nears its teacher."""
+    """Every sample once, the student nears its teacher, and each step says how near vLLM is to the trainer."""
     numbers = trained_numbers(run)
     assert len(numbers) == len(set(numbers)) == 8 * NUM_STEPS
     assert max(numbers) < 8 * (NUM_STEPS + 3)
@@ -58,15 +59,23 @@ def check_run(run: Path) -> None:
     losses = [line["loss"] for line in lines]
     assert len(losses) == NUM_STEPS
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
+    assert all(0 < line["mismatch/mean"] < 1e-4 for line in lines if "mismatch/mean" in line)
+    assert "mismatch/mean" in lines[0]
+    assert all(0 < line["weights/probe_floor"] <= line["weights/probe_gap"] < 1e-4 for line in lines)
 
 
-@pytest.mark.parametrize("options", [VLLM, (*VLLM, *VLLM_TEACHER)], ids=["student", "student and teacher"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(VLLM, marks=pytest.mark.slow), (*VLLM, *VLLM_TEACHER)],
+    ids=["student", "student and teacher"],
+)
 def test_in_the_trainers_process(workshop: Workshop, options: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     run = train(workshop, request.node.callspec.id.replace(" ", "-"), *options)
     check_run(run)
     assert trained_numbers(run) == list(range(8 * NUM_STEPS))
 
 
+@pytest.mark.slow
 def test_monte_carlo_samples_train_as_the_native_engines_do(workshop: Workshop) -> None:
     """The draws are the same, so the losses are."""
     objective = ("--objective.kind", "policy_gradient", "--objective.support", "sampled", "--rollout.num_samples", "4")
@@ -76,8 +85,17 @@ def test_monte_carlo_samples_train_as_the_native_engines_do(workshop: Workshop) 
     assert len(set(mine)) == NUM_STEPS
 
 
+@pytest.mark.slow
 def test_in_each_of_two_trainer_processes(workshop: Workshop) -> None:
     run = train(workshop, "two-processes", *VLLM, num_processes=2)
+    check_run(run)
+    assert trained_numbers(run) == list(range(8 * NUM_STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), ("--parallel.tp", "2")], ids=["fsdp", "tp"])
+def test_one_engine_in_two_trainer_processes(workshop: Workshop, layout: tuple[str, ...]) -> None:
+    run = train(workshop, f"split-{len(layout)}", *VLLM, *SPLIT, *layout, num_processes=2)
     check_run(run)
     assert trained_numbers(run) == list(range(8 * NUM_STEPS))
 
@@ -89,10 +107,12 @@ def test_in_workers_while_the_trainer_trains(workshop: Workshop) -> None:
     assert all(value <= 2 for value in stale)
 
 
+@pytest.mark.slow
 def test_in_a_thread_of_the_trainer_with_a_vllm_beside_it(workshop: Workshop) -> None:
     check_run(train(workshop, "overlapping", *VLLM, *ASYNC))
 
 
+@pytest.mark.slow
 def test_all_roles_in_workers(workshop: Workshop) -> None:
     teachers = ("--teacher.placement", "workers", "--teacher.workers", "1", "--teacher.python", sys.executable)
     check_run(train(workshop, "all-workers", *VLLM, *VLLM_TEACHER, *WORKERS, *teachers, *ASYNC))

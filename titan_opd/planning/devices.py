@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan_opd.models.peak_flops import peak_flops
+
+from titan_opd.models.peak_flops import peak_flops
+
 
 @dataclass(frozen=True)
 class Device:
@@ -22,11 +26,17 @@ class Device:
     memory: float
 
 
-# NVIDIA's datasheets, products without sparsity. GB and TB are powers of ten there.
+def _device(name: str, form: str, *, bandwidth: float, memory: float) -> Device:
+    flops = peak_flops(name)
+    assert flops is not None
+    return Device(f"{name} {form} (datasheet)", flops, bandwidth, memory)
+
+
+# Memory by NVIDIA's datasheets, whose GB and TB are powers of ten.
 DEVICES = {
-    "a100": Device("A100 SXM 80 GB (datasheet)", flops=312e12, bandwidth=2.039e12, memory=80e9),
-    "h100": Device("H100 SXM 80 GB (datasheet)", flops=989.4e12, bandwidth=3.35e12, memory=80e9),
-    "h200": Device("H200 SXM 141 GB (datasheet)", flops=989.4e12, bandwidth=4.8e12, memory=141e9),
+    "a100": _device("A100", "SXM 80 GB", bandwidth=2.039e12, memory=80e9),
+    "h100": _device("H100", "SXM 80 GB", bandwidth=3.35e12, memory=80e9),
+    "h200": _device("H200", "SXM 141 GB", bandwidth=4.8e12, memory=141e9),
 }
 
 

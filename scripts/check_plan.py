@@ -238,9 +238,7 @@ def main() -> None:
     if options.resident:
         columns += ["resident MiB", "resident, freed blocks given back"]
     print(__doc__.split("\n\n")[1])
-    print(
-        f"{options.tokens} tokens in {options.sequences} sequences; {platform.processor()}, torch {torch.__version__}"
-    )
+    print(f"{options.tokens} tokens in {options.sequences} sequences; {platform.machine()}, torch {torch.__version__}")
     print_tables([make_table("Peak minus memory after set-up", columns, rows)])
 
 

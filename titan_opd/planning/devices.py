@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from titan_opd.models.peak_flops import peak_flops
 
-from titan_opd.models.peak_flops import peak_flops
-
 
 @dataclass(frozen=True)
 class Device:

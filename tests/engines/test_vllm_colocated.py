@@ -67,7 +67,7 @@ def check_steps(found: list[dict[str, Any]], case: Case) -> None:
             assert step["moved"] > 0.01  # else an engine that took nothing would pass
             assert step["same tokens"]
             assert step["gap"] <= 1e-5
-            assert step["gap to trainer"] <= 1e-4
+            assert step["gap to trainer"] <= 1e-4 * max(1.0, step["moved"])  # rounding grows with what is rounded
 
 
 @pytest.mark.parametrize("case", ONE_PROCESS, ids=str)

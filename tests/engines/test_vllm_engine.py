@@ -231,11 +231,10 @@ def test_bytes_other_than_those_sent_are_found(
 ) -> None:
     send = engine.send
 
-    def damaged(tensors: list) -> None:
-        name, tensor = tensors[-1]
-        other = tensor.clone()
+    def damaged(pieces: list[Piece]) -> None:
+        other = pieces[-1].tensor.clone()
         other.view(-1)[0] += 1
-        send([*tensors[:-1], (name, other)])
+        send([*pieces[:-1], Piece(pieces[-1].name, 0, other)])
 
     monkeypatch.setattr(engine, "send", damaged)
     with pytest.raises(VerificationError, match="differs from what was sent"):

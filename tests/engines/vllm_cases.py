@@ -42,6 +42,7 @@ from titan_opd.teacher.vllm import VllmScorer
 from titan_opd.weights import named_weights
 from titan_opd.weights.direct import DirectDelivery
 from titan_opd.weights.errors import VerificationError
+from titan_opd.weights.pieces import Piece
 from titan_opd.weights.probe import TrainerProbe
 from titan_opd.weights.publisher import WeightPublisher
 from titan_opd.weights.receiver import Checks
@@ -327,11 +328,10 @@ def _damage_at_one(engine: VllmEngine, student: Decoder, rank: int) -> dict[str,
     before = engine.generate(make_samples(3), WARM)
     send = engine.send
 
-    def damaged(tensors: list) -> None:
-        name, tensor = tensors[0]
-        copy = tensor.clone()
+    def damaged(pieces: list[Piece]) -> None:
+        copy = pieces[0].tensor.clone()
         copy.view(-1).view(torch.uint8)[5] ^= 1
-        send([(name, copy), *tensors[1:]])
+        send([Piece(pieces[0].name, 0, copy), *pieces[1:]])
 
     if rank == 1:
         engine.send = damaged

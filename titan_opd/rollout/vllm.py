@@ -22,7 +22,7 @@ from titan_opd.rollout.engine import RECORD_NOTHING, Recording
 from titan_opd.rollout.update import NamedTensors
 from titan_opd.rollout.vllm_members import join_members
 from titan_opd.rollout.vllm_setup import open_llm, prepare_engine
-from titan_opd.weights.pieces import WeightSpec
+from titan_opd.weights.pieces import Piece, WeightSpec
 
 if TYPE_CHECKING:
     from titan_opd.rollout.vllm_weights import VllmUpdate
@@ -170,8 +170,8 @@ class VllmEngine:
         self._wake({"weights"})
         self._layerwise.begin()
 
-    def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self._layerwise.take(tensors)
+    def send(self, pieces: Sequence[Piece]) -> None:
+        self._layerwise.take(pieces)
 
     def finish(self, version: int) -> None:
         self._layerwise.finish()

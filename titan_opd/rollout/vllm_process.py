@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_opd.rollout.vllm_requests import Requests
 from titan_opd.rollout.vllm_weights import Bucket
 from titan_opd.weights.errors import VerificationError
-from titan_opd.weights.pieces import WeightSpec
+from titan_opd.weights.pieces import Piece, WeightSpec
 
 _SETTLE_SECONDS = 0.01
 _HEALTH_SECONDS = 1.0  # between two looks at vLLM's processes while one of them is waited for
@@ -131,11 +131,11 @@ class VllmProcess:
         while before != (before := self.numbers_written()):
             await asyncio.sleep(_SETTLE_SECONDS)
 
-    def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def send(self, pieces: Sequence[Piece]) -> None:
         """Bring whole tensors to the workers."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        for layout in self.bucket.fill(tensors):
+        for layout in self.bucket.fill(pieces):
             self.run(self.llm.update_weights(WeightTransferUpdateRequest(update_info={"layout": layout})))
 
     def finish_update(self, version: int) -> None:

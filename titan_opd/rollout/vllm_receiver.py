@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from titan_opd.ops import multi_digest
 from titan_opd.rollout.vllm_draws import take_records
-from titan_opd.weights.pieces import copy_all_digested
+from titan_opd.weights.pieces import Piece, copy_all_digested
 
 BACKEND = "titan"
 BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")  # one row for each token, and some for padding
@@ -66,16 +67,21 @@ class LayerwiseUpdate:
             initialize_layerwise_reload(self._model)
         self._is_open = True
 
-    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some of the tensors; they are copied, so that their memory may change after the call."""
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Take some of the tensors, whole; those that do not stay are copied."""
         with torch.device(self._device), set_current_vllm_config(self._config):
-            self._model.load_weights(self._copied(tensors))
+            named = self._kept(pieces)
+            self._model.load_weights((name, _own_rows(name, tensor, self._num_tokens)) for name, tensor in named)
 
-    def _copied(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            copy = torch.empty_like(tensor, device=self._device)  # vLLM keeps it until its layer is complete
-            (self.digests[name],) = copy_all_digested([tensor], [copy])
-            yield name, copy[: self._num_tokens] if name in BY_TOKEN else copy
+    def _kept(self, pieces: Sequence[Piece]) -> list[tuple[str, Tensor]]:
+        """The tensors in memory that vLLM can keep until their layers are complete; notes their digests."""
+        staying = {piece.name: piece.tensor for piece in pieces if piece.stays and piece.tensor.device == self._device}
+        moving = [piece for piece in pieces if piece.name not in staying]
+        copies = [torch.empty_like(piece.tensor, device=self._device) for piece in moving]
+        names = [*staying, *(piece.name for piece in moving)]
+        digests = [*multi_digest([*staying.values()]), *copy_all_digested([piece.tensor for piece in moving], copies)]
+        self.digests |= zip(names, digests, strict=True)
+        return list(zip(names, [*staying.values(), *copies], strict=True))
 
     def finish(self) -> None:
         """All tensors have been taken: the model computes with them from now on."""
@@ -120,7 +126,8 @@ class SharedMemoryReceiver(WeightTransferEngine[BucketFile, BucketContent]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketContent) -> None:
-        self.update.take(bucket_tensors(self._bucket, update_info.layout))
+        tensors = bucket_tensors(self._bucket, update_info.layout)
+        self.update.take([Piece(name, 0, tensor) for name, tensor in tensors])
 
     def finish_weight_update(self) -> None:
         self.update.finish()
@@ -160,16 +167,23 @@ class Receiver:
 
 
 def refresh_tied_head(model: nn.Module, device: torch.device) -> None:
-    """Pack the embeddings anew that a CPU's products with the vocabulary use.
+    """Pack an output projection that is tied to the embedding anew, for a CPU's products with the vocabulary.
 
-    There vLLM keeps a packed copy of the output projection. For one that is tied to the embedding the layerwise reload
-    writes the embedding and leaves that copy: the engine would read with new weights and write with old ones.
+    There vLLM keeps a packed copy of it. The layerwise reload writes the embedding and leaves that copy: the engine
+    would read with new weights and write with old ones.
     """
     if device.type != "cpu":
         return
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+    heads = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    embeddings = {id(module.weight): module for module in reversed(heads)}  # the first that has a weight
+    for module in heads:
+        if embeddings[id(module.weight)] is not module:
             module.quant_method.process_weights_after_loading(module)
+
+
+def _own_rows(name: str, tensor: Tensor, num_tokens: int) -> Tensor:
+    """What vLLM's model has of a tensor: of one with a row for each token, no padding."""
+    return tensor[:num_tokens] if name in BY_TOKEN else tensor
 
 
 def map_file(path: str, num_bytes: int) -> Tensor:

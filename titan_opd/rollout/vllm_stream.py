@@ -26,7 +26,7 @@ from titan_opd.models import DecoderConfig
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording
 from titan_opd.rollout.update import NamedTensors
 from titan_opd.rollout.vllm_setup import prepare_engine
-from titan_opd.weights.pieces import WeightSpec
+from titan_opd.weights.pieces import Piece, WeightSpec
 
 if TYPE_CHECKING:
     from titan_opd.rollout.vllm_weights import VllmUpdate
@@ -342,8 +342,8 @@ class VllmStream:
         """Of `vllm_weights.Carrier`, as all until `logprobs`: the engine is its own way to vLLM's workers."""
         self._process.begin_update()
 
-    def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self._process.send(tensors)
+    def send(self, pieces: Sequence[Piece]) -> None:
+        self._process.send(pieces)
 
     def finish(self, version: int) -> None:
         self._process.finish_update(version)

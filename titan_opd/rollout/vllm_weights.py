@@ -33,8 +33,8 @@ class Carrier(Protocol):
     def begin(self) -> None:
         """Stop writing, and open an update."""
 
-    def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Bring whole tensors, whose memory may change after the call."""
+    def send(self, pieces: Sequence[Piece]) -> None:
+        """Bring whole tensors; the memory of those that do not stay may change after the call."""
 
     def finish(self, version: int) -> None:
         """Close the update: the model computes with the new weights."""
@@ -139,7 +139,7 @@ class VllmWeights:
             )
 
     def _checked(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-        checks = WeightChecks(self._expected, version)
+        checks = WeightChecks(dict(self._expected.named_parameters()), version)
         for name, tensor in named_tensors:
             checks.take(name, tensor)
             yield name, tensor.detach().to(self._dtype)
@@ -183,7 +183,7 @@ class VllmUpdate:
         if not self.has_begun:
             self.has_begun = True
             self._carrier.begin()
-        self._carrier.send([(piece.name, piece.tensor) for piece in pieces])
+        self._carrier.send(pieces)
 
     def finish(self) -> None:
         """All parameters have been written.
@@ -247,8 +247,9 @@ class Bucket:
         """Take the file's name away, once every worker has mapped it: a killed process leaves nothing behind."""
         os.unlink(self.path)
 
-    def fill(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[list[Any]]:
+    def fill(self, pieces: Sequence[Piece]) -> Iterator[list[Any]]:
         """Fill the bucket, more than once if need be; yields what it holds: [name, dtype, shape, first byte] each."""
+        tensors = [(piece.name, piece.tensor) for piece in pieces]
         for group in _groups(iter(tensors), self.num_bytes - _ALIGNMENT * len(tensors)):
             layout, end = [], 0
             for name, tensor in group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,11 +20,13 @@ class Piece:
         name: the parameter's, as Hugging Face has it.
         first_row: where `tensor` begins in the parameter's first dimension.
         tensor: [rows, ...] contiguous; of the type that is to be stored, or cast to it by whoever copies it.
+        stays: its memory is left as it is until the update is over, so that who needs it until then need not copy it.
     """
 
     name: str
     first_row: int
     tensor: Tensor
+    stays: bool = False
 
     def rows_of(self, parameter: Tensor) -> Tensor:
         """The same rows of `parameter`, as a view."""
@@ -41,6 +44,16 @@ class WeightSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Of it."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes."""
+        return self.num_elements * self.dtype.itemsize
 
 
 def copy_all(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:

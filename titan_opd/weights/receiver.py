@@ -228,21 +228,45 @@ def put_in(
             digests = multi_digest([_stored(update, name) for name in readable])
             stored = dict(zip(readable, digests, strict=True))
             check_digests(sent, stored, previous=previous, what="stored", **about)
-            written = update.written_digests() if fingerprints else {}
-            silent = [name for name in fingerprints if name not in written]
-            if silent:
-                raise VerificationError(
-                    f"version {version} at {worker}: the engine does not say what it wrote for {silent[0]!r} and "
-                    f"{len(silent) - 1} more tensors"
-                )
-            check_digests(
-                sent, {name: written[name] for name in fingerprints}, previous=previous, what="written", **about
-            )
-            known = {name: value for name, value in fingerprints.items() if value is not None}
-            check_moved(sent, previous, known, update.fingerprint, **about)
+            check_written(update, {name: sent[name] for name in unreadable}, fingerprints, previous=previous, **about)
         if checks.probe and manifest.probe is not None:
             return check_probe(manifest.probe, update, **about)
     return None
+
+
+def check_written(
+    update: WeightUpdate,
+    sent: Mapping[str, int],
+    fingerprints: Mapping[str, int | None],
+    *,
+    previous: Mapping[str, int],
+    version: int,
+    worker: str,
+) -> None:
+    """Refuse an update of parameters that cannot be read back: other bytes were handed over than were sent, or what
+    changed at the trainer is still the old one here.
+
+    Args:
+        update: finished.
+        sent: digests of these parameters' cast bytes, at the trainer.
+        fingerprints: of what was stored for them before.
+        previous: digests of the version that the engine had before, where they are known.
+        version, worker: for the error.
+
+    Raises:
+        VerificationError: names the tensors.
+    """
+    written = update.written_digests() if sent else {}
+    silent = [name for name in sent if name not in written]
+    if silent:
+        raise VerificationError(
+            f"version {version} at {worker}: the engine does not say what it wrote for {silent[0]!r} and "
+            f"{len(silent) - 1} more tensors"
+        )
+    about = {"previous": previous, "version": version, "worker": worker}
+    check_digests(sent, {name: written[name] for name in sent}, what="written", **about)
+    known = {name: value for name, value in fingerprints.items() if value is not None}
+    check_moved(sent, before=known, fingerprint=update.fingerprint, **about)
 
 
 def check_probe(probe: Probe, update: WeightUpdate, *, version: int, worker: str) -> float:

@@ -155,10 +155,10 @@ class WeightSource:
         begin = 0
         for block in gathering.blocks:
             if isinstance(block.local, DTensor):
-                pieces.append(Piece(block.name, 0, block.local.to(self.dtype).full_tensor()))
+                pieces.append(Piece(block.name, 0, block.local.to(self.dtype).full_tensor(), stays=True))
                 continue
             if block.group is None:
-                pieces.append(Piece(block.name, 0, block.local))
+                pieces.append(Piece(block.name, 0, block.local, stays=True))
                 continue
             assert gathering.gathered is not None
             slots = gathering.gathered[:, begin : begin + block.num_elements]

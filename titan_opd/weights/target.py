@@ -16,7 +16,8 @@ class WeightUpdate(Protocol):
     """An update under way. Calls come in this order: `write` as often as needed, `finish`, then the questions."""
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Take some rows of some parameters, each row once. The pieces' memory is reused after the call."""
+        """Take some rows of some parameters, each row once. The memory of pieces that do not stay is reused after the
+        call."""
 
     def finish(self) -> None:
         """All rows have been written: make the stored weights what the engine computes with."""

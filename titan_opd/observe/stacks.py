@@ -25,6 +25,7 @@ from titan_opd.observe.trace import machine_id
 
 STACKS_FOLDER = "stacks"  # in the run's folder
 _LOOK_SECONDS = 0.2  # between two looks at the file; stacks that have not grown in between are complete
+_WAIT_SECONDS = 2.0  # for a thread that may hang in NCCL's recorder
 _END = "(end of the answer)\n"
 
 
@@ -52,7 +53,7 @@ def offer_stacks(run_directory: Path | str, role: str, rank: int) -> Iterator[Pa
     finally:
         faulthandler.unregister(signal.SIGUSR1)
         closing.set()
-        thread.join()
+        thread.join(_WAIT_SECONDS)
         file.close()
         if path.stat().st_size == empty:  # nobody asked
             path.unlink()
@@ -75,7 +76,7 @@ def _add_collectives(file: TextIO, closing: threading.Event) -> None:
         seen = size
 
 
-def request_stacks(run_directory: Path | str, *, seconds: float = 2.0) -> dict[str, str]:
+def request_stacks(run_directory: Path | str, *, seconds: float = 5.0) -> dict[str, str]:
     """The stacks of the run's other processes on this machine, by the name of their file.
 
     Args:

@@ -140,6 +140,7 @@ def predict(case: Case) -> int:
         training=case.training,
         parallel=case.parallel,
         optimizer=case.optimizer,
+        gloo=not torch.cuda.is_available(),
     )
     return memory.optimizer_state + memory.peak.total
 

@@ -62,6 +62,7 @@ class StepMemory:
         grid: the processes, and which of them it is.
         training, parallel, optimizer: the sections of these names.
         dense_teacher: when the loss is over the whole vocabulary.
+        gloo: whether the processes talk over gloo, as on CPUs, instead of NCCL.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class StepMemory:
         parallel: ParallelConfig,
         optimizer: OptimizerConfig,
         dense_teacher: TeacherShape | None = None,
+        gloo: bool = False,
     ) -> None:
         self.config = config
         self.work = work
@@ -83,6 +85,7 @@ class StepMemory:
         self._parallel = parallel
         self._optimizer = optimizer
         self._dense_teacher = dense_teacher
+        self._gloo = gloo
         self._itemsize = ITEMSIZE[training.compute_dtype]
         self._layer = layer_memory(
             config, work, grid, itemsize=self._itemsize, recompute=training.recompute_activations
@@ -284,11 +287,15 @@ class StepMemory:
     def _reducing(self, group: Group, own: int) -> int:
         """The most while a group is reduced: its gradients (`own` bytes) are copied and freed, then the result is made.
 
-        A lone process makes a divided copy of all in between.
+        A lone process makes a divided copy of all in between. Among several the last gradient is held to the end, and
+        gloo reduces in a copy.
         """
         read = self._reduce_buffer(group)
-        divided = read if self.grid.shard == 1 else 0
-        return read + max(own, FLOAT32 * group.padded + divided)
+        if self.grid.shard == 1:
+            return read + max(own, read + FLOAT32 * group.padded)
+        itemsize = FLOAT32 if group is self.parts.root else self._itemsize
+        held = itemsize * group.parts[-1].gathered + (read if self._gloo else 0)
+        return read + max(own, held + FLOAT32 * group.padded)
 
     @property
     def _adds_in_place(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,41 @@ def test_in_a_thread_of_the_trainer_with_a_vllm_beside_it(workshop: Workshop) ->
 def test_all_roles_in_workers(workshop: Workshop) -> None:
     teachers = ("--teacher.placement", "workers", "--teacher.workers", "1", "--teacher.python", sys.executable)
     check_run(train(workshop, "all-workers", *VLLM, *VLLM_TEACHER, *WORKERS, *teachers, *ASYNC))
+
+
+@pytest.mark.slow
+def test_a_killed_vllm_is_started_anew(workshop: Workshop, tmp_path: Path) -> None:
+    """Its worker ends with the reason, the supervisor starts another, and no sample is lost or trained twice."""
+    run = workshop.folder / "killed"
+    options = (*VLLM, *WORKERS, *ASYNC, "--training.steps", NUM_STEPS, "--run.directory", run)
+    command = [sys.executable, "-m", "titan_opd.cli", "train", workshop.toml, *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (tmp_path / "output").open("w+") as output:
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output, env=environment)
+        try:
+            while process.poll() is None and not ((run / "journal.jsonl").exists() and trained_numbers(run)):
+                time.sleep(0.05)
+            (vllm,) = [one for one in descendants(process.pid) if name_of(one).startswith("VLLM::EngineCore")]
+            os.kill(vllm, signal.SIGKILL)
+            status = process.wait(600)
+        finally:
+            process.kill()
+        output.seek(0)
+        assert status == 0, output.read()[-4000:]
+    check_run(run)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that a process has started, and they."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
 def test_an_interpreter_that_is_not_there(workshop: Workshop) -> None:

@@ -17,8 +17,8 @@ from titan_opd.planning.activations import FLOAT32, ITEMSIZE, Workload
 from titan_opd.planning.communication import INT64, Traffic, step_traffic
 from titan_opd.planning.devices import Device
 from titan_opd.planning.layout import RankLayout, try_layout
-from titan_opd.planning.memory import GRADIENTS, OPTIMIZER, PARAMETERS, Moment, StepMemory, TeacherShape
-from titan_opd.planning.parts import whole_shapes
+from titan_opd.planning.memory import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Moment, StepMemory, TeacherShape
+from titan_opd.planning.parts import Grid, divide, whole_shapes
 from titan_opd.planning.roles import Answers, RoleWork, rollout_work, teacher_work, trainer_work
 from titan_opd.rollout.stream import PREFILL_TOKENS
 from titan_opd.schedule import ScheduleRules
@@ -137,7 +137,7 @@ def make_plan(
         answers=answers,
         work=work,
         layouts=layouts,
-        memory=tuple(_memory(config, student, teacher, step, answers)),
+        memory=tuple(_memory(config, student, teacher, step, answers, grid)),
         traffic=tuple(step_traffic(student, work, grid, **sections, numbers=numbers, dense=dense)),
         weight_bytes=num_parameters * ITEMSIZE[config.rollout.dtype],
         score_bytes=rows * row_scores if teacher else 0,
@@ -211,10 +211,12 @@ def _memory(
     teacher: DecoderConfig | None,
     step: StepMemory,
     answers: Answers,
+    grid: Grid,
 ) -> list[ProcessMemory]:
     here = {"engine": config.rollout.placement == "colocated", "teacher": config.teacher.placement == "colocated"}
     engine = _engine(config, student, answers)
-    scorer = None if teacher is None else _scorer(config, teacher, answers)
+    sharers = grid if config.teacher.sharded else Grid()
+    scorer = None if teacher is None else _scorer(config, teacher, answers, sharers)
     # An engine of the trainer's own writes the evaluations, wherever the answers are written.
     states = {PARAMETERS: step.parameters, OPTIMIZER: step.optimizer_state}
     offload = config.parallel.cpu_offload
@@ -252,13 +254,18 @@ def _engine(config: Config, student: DecoderConfig, answers: Answers) -> Process
     return ProcessMemory("rollout worker", {"engine's weights": weights}, (Moment("writing", writing),))
 
 
-def _scorer(config: Config, teacher: DecoderConfig, answers: Answers) -> ProcessMemory:
+def _scorer(config: Config, teacher: DecoderConfig, answers: Answers, grid: Grid) -> ProcessMemory:
+    """Of the native teacher on each process of `grid`, which all score their share of the answers."""
     itemsize = ITEMSIZE[config.teacher.dtype]
-    weights = sum(math.prod(shape) for shape in whole_shapes(teacher).values()) * itemsize
-    tokens = min(config.teacher.tokens_per_forward, answers.count * answers.inputs)
-    row_bytes = teacher.vocab_size * itemsize
-    rows = rows_per_chunk(min(tokens, answers.count * answers.response), row_bytes, config.training.logits_chunk_mb)
+    parts = divide(teacher, grid)
+    weights = sum(part.held for part in parts.all) * itemsize
+    count = answers.count // grid.dp
+    tokens = min(config.teacher.tokens_per_forward, count * answers.inputs)
+    row_bytes = -(-teacher.vocab_size // grid.tp) * itemsize
+    rows = rows_per_chunk(min(tokens, count * answers.response), row_bytes, config.training.logits_chunk_mb)
     scoring = {"forward pass": _forward_pass(teacher, tokens, itemsize), "logits": rows * row_bytes}
+    if grid.shard > 1:
+        scoring[GATHERED] = (parts.root.gathered + max(layer.gathered for layer in parts.layers)) * itemsize
     return ProcessMemory("teacher worker", {"teacher's weights": weights}, (Moment("scoring", scoring),))
 
 

@@ -68,6 +68,15 @@ def test_a_plan_for_64_processes(toml, tmp_path, capsys):
     assert "H100 SXM 80 GB (datasheet)" in text
 
 
+def test_a_shared_teacher_is_divided(toml, tmp_path):
+    whole, shared = (
+        plan(toml, tmp_path, "--world", "4", "--parallel.tp", "2", "--teacher.sharded", sharded)["memory"][0]
+        for sharded in ("false", "true")
+    )
+    ratio = shared["resident"]["teacher's weights"] / whole["resident"]["teacher's weights"]
+    assert 1 / 4 <= ratio < 0.27  # norms are whole on both ranks of tp, rows do not divide
+
+
 def test_workers_have_memory_of_their_own(toml, tmp_path, capsys):
     workers = ("--rollout.placement", "workers", "--rollout.workers", "3", "--schedule.mode", "async")
     workers += ("--teacher.placement", "workers")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,37 @@ def test_a_teacher_over_two_devices_scores_as_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(mine.scores.tail_logprobs, other.scores.tail_logprobs, atol=1e-3, rtol=0)
     assert len(set(two._llm.collective_rpc("process_number")) | {os.getpid()}) == 3
     two._llm.llm_engine.engine_core.shutdown()
+
+
+def test_given_ids_are_asked_for_where_the_model_runner_takes_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The V2 runner needs a GPU. Here vLLM accepts the request but for the runner, and its answer is made up."""
+    objective, recorded = OBJECTIVES["student's top k"]
+    scorer = make_scorer(folder, objective, search_k=TOP_K)
+    answers = make_trajectories(5, vocab_size=VOCAB_SIZE, **recorded)
+    monkeypatch.setattr(scorer, "_takes_ids", True)
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="prompt_logprob_token_ids requires the V2 model runner"):
+        scorer.score(answers)
+
+    expected = make_scorer(folder, objective).score(answers)
+
+    def generate(texts: list, parameters: list, **_: object) -> list[SimpleNamespace]:
+        outputs = []
+        for text, asked, answer, scored in zip(texts, parameters, answers, expected, strict=True):
+            ids, first = torch.from_numpy(asked.prompt_logprob_token_ids), asked.prompt_logprob_start + 1
+            assert text["prompt_token_ids"][first:] == answer.response_ids.tolist()
+            assert torch.equal(ids.long(), answer.topk_ids)
+            found = scored.scores.logprobs.numpy()
+            outputs.append(SimpleNamespace(prompt_logprobs=None, prompt_token_id_logprobs=found))
+        return outputs
+
+    monkeypatch.setattr(scorer, "_llm", SimpleNamespace(generate=generate))
+    for mine, other in zip(scorer.score(answers), expected, strict=True):
+        for field in ("ids", "logprobs", "tail_logprobs", "behavior_logprobs"):
+            assert torch.equal(getattr(mine.scores, field), getattr(other.scores, field))
 
 
 def test_a_token_outside_the_search_is_an_error_that_names_it(folder: Path) -> None:

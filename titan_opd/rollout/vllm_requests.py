@@ -176,6 +176,25 @@ class Requests:
         )
 
     @staticmethod
+    def given_ids_parameters(ids_NK: Tensor, num_prompt: int) -> SamplingParams:
+        """For the log-probabilities of given ids [N, K] at the N tokens that follow the first `num_prompt` of a text.
+
+        For vLLM's V2 model runner.
+        """
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            detokenize=False,
+            prompt_logprob_token_ids=ids_NK.numpy(),
+            prompt_logprob_start=num_prompt - 1,  # where the first of these tokens is predicted
+        )
+
+    @staticmethod
+    def given_ids_logprobs(output: RequestOutput) -> Tensor:
+        """[N, K] float32, what `given_ids_parameters` asked for."""
+        return torch.as_tensor(output.prompt_token_id_logprobs, dtype=torch.float32)
+
+    @staticmethod
     def prompt_logprobs(output: RequestOutput) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities, [T - 1, 1 + K], for each token of the text but the first.
 

@@ -1,8 +1,9 @@
 """The teacher in vLLM: whole answers go through it as prompts, and come back with log-probabilities.
 
-vLLM's model runner on a CPU (V1) gives the log-probabilities of a text's own tokens and of the k most likely ones at
-each place, nothing at given ids. So ids that somebody else chose are looked for among the k, by id; and the mass
-outside the returned ids is what is left of 1, which rounding of float32 makes inexact where it is below about 1e-6.
+vLLM's V2 model runner, that of GPUs, gives the log-probabilities of given ids at each place. The one on a CPU (V1)
+gives those of a text's own tokens and of the k most likely ones, so ids that somebody else chose are looked for among
+the k, by id. The mass outside the returned ids is what is left of 1, which rounding of float32 makes inexact where it is
+below about 1e-6.
 
 Shape suffixes: N response tokens, K candidates a token, F ids that vLLM returns at a token.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +25,10 @@ from titan_opd.losses import TeacherScores
 from titan_opd.rollout.vllm_setup import engine_arguments, open_llm, require_vllm, sequence_tokens
 from titan_opd.rollout.vllm_shape import ModelShape, check_model, check_split
 from titan_opd.teacher.native import student_candidates
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
 
 _MOST_TEXTS = 64  # that vLLM reads at a time
 
@@ -88,6 +94,7 @@ class VllmScorer:
         self._llm = open_llm(**arguments)
         if config.vllm.tensor_parallel_size > 1:
             self._llm.collective_rpc("end_with_parent")
+        self._takes_ids = self._llm.llm_engine.vllm_config.use_v2_model_runner
         self._llm.collective_rpc("shape_logits", args=(vocab_size, 1 / objective.temperature))
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[ScoredTrajectory]:
@@ -98,32 +105,42 @@ class VllmScorer:
         """
         if not trajectories:
             return []
-        candidates = [None] * len(trajectories)
-        num_returned = self._top_k
-        if self._support != "teacher_topk":
-            candidates = [student_candidates(trajectory, self._support) for trajectory in trajectories]
-            written_only = all(ids.shape[1] == 1 and self._support == "sampled" for ids, _ in candidates)
-            num_returned = 0 if written_only else self._search_k  # the text's own tokens come in any case
         outputs = self._llm.generate(
             [{"prompt_token_ids": torch.cat([t.prompt.token_ids, t.response_ids]).tolist()} for t in trajectories],
-            self._requests.prompt_parameters(num_returned),
+            [self._parameters(trajectory) for trajectory in trajectories],
             use_tqdm=False,
         )
-        scored = []
-        for trajectory, chosen, output in zip(trajectories, candidates, outputs, strict=True):
+        return [
+            ScoredTrajectory(trajectory, self._read(trajectory, output))
+            for trajectory, output in zip(trajectories, outputs, strict=True)
+        ]
+
+    def _parameters(self, trajectory: Trajectory) -> SamplingParams:
+        if self._support == "teacher_topk":
+            return self._requests.prompt_parameters(self._top_k)
+        ids_NK, _ = student_candidates(trajectory, self._support)
+        if ids_NK.shape[1] == 1 and self._support == "sampled":
+            return self._requests.prompt_parameters(0)  # the text's own tokens come in any case
+        if self._takes_ids:
+            return self._requests.given_ids_parameters(ids_NK, len(trajectory.prompt.token_ids))
+        return self._requests.prompt_parameters(self._search_k)
+
+    def _read(self, trajectory: Trajectory, output: RequestOutput) -> TeacherScores:
+        if output.prompt_logprobs is not None:
             num_rows = len(trajectory.response_ids)
             ids_NF, logprobs_NF = (rows[-num_rows:] for rows in self._requests.prompt_logprobs(output))
-            if chosen is None:
-                scores = self._scores(ids_NF[:, 1:], logprobs_NF[:, 1:])
-            else:
-                found_NK = find_ids(chosen[0], ids_NF, logprobs_NF, where=f"sample {trajectory.sample.number}")
-                scores = replace(
-                    self._scores(chosen[0], found_NK),
-                    behavior_logprobs=chosen[1],
-                    behavior_support=trajectory.behavior_support,
-                )
-            scored.append(ScoredTrajectory(trajectory, scores))
-        return scored
+            if self._support == "teacher_topk":
+                return self._scores(ids_NF[:, 1:], logprobs_NF[:, 1:])
+        ids_NK, behavior_logprobs_NK = student_candidates(trajectory, self._support)
+        if output.prompt_logprobs is None:
+            logprobs_NK = self._requests.given_ids_logprobs(output)
+        else:
+            logprobs_NK = find_ids(ids_NK, ids_NF, logprobs_NF, where=f"sample {trajectory.sample.number}")
+        return replace(
+            self._scores(ids_NK, logprobs_NK),
+            behavior_logprobs=behavior_logprobs_NK,
+            behavior_support=trajectory.behavior_support,
+        )
 
     def _scores(self, ids_NK: Tensor, logprobs_NK: Tensor) -> TeacherScores:
         tail_N = log_rest(ids_NK, logprobs_NK, self._vocab_size)

@@ -32,6 +32,7 @@ from titan_opd.parallel import World, describe_float8, init_shards, load_shards,
 from titan_opd.parallel.cores import pin_to_cores
 from titan_opd.prompt_checks import check_prompts
 from titan_opd.rollout import RECORD_NOTHING, AnswersEngine, NativeEngine, Recording, RolloutEngine
+from titan_opd.rollout.quantized import quantize_linears
 from titan_opd.rollout.vllm_setup import require_vllm
 from titan_opd.rollout.vllm_shape import ModelShape
 from titan_opd.schedule import ScheduleRules
@@ -281,6 +282,8 @@ def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, path: Pat
 def build_engine(config: Config, common: Common, device: torch.device) -> NativeEngine:
     """The engine that writes with the student's weights, which it has still to be given."""
     decoder = Decoder(common.student).to(device, getattr(torch, config.rollout.dtype))
+    if config.rollout.quantization != "none":
+        quantize_linears(decoder, config.rollout.quantization)
     return NativeEngine(
         decoder.requires_grad_(False),
         config=config.rollout,

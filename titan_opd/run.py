@@ -14,12 +14,12 @@ import torch
 from rich.table import Table
 
 from titan_opd.checkpoint import (
+    CheckpointSaver,
     checkpoint_steps,
     load_samples,
     load_trainer,
     model_folder,
     remove_remains,
-    save_checkpoint,
     write_file,
 )
 from titan_opd.config import Config, changed_options, dump_toml, load_config
@@ -141,6 +141,7 @@ class Run:
         self._journal: Journal | None = None
         self._continuation: Continuation | None = None
         self._schedule: Schedule | None = None
+        self._saver: CheckpointSaver | None = None
         self._watchdog: Watchdog | None = None
         self._probe_floor: float | None = None
         self._student: DecoderConfig | None = None
@@ -183,6 +184,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._saver is not None:
+            self._saver.close()
         self.summary.times += self._clock.take()
         self._instruments.close()
         if self._display is not None:
@@ -207,6 +210,16 @@ class Run:
             parts.engine.load_weights(named_weights(parts.student), self.step)
             if state.get("schedule") is not None:
                 self._continuation = Continuation(state["schedule"], load_samples(self.checkpoint))
+        self._saver = CheckpointSaver(
+            self.path,
+            self._config.checkpoint,
+            student=parts.student,
+            tokenizer=parts.tokenizer,
+            model=parts.model,
+            optimizer=learner.optimizer,
+            world=self._world,
+            timeout_seconds=self._config.parallel.timeout_seconds,
+        )
         if not self._world.is_main:
             return
         with writing(self.path):
@@ -229,7 +242,7 @@ class Run:
             hidden = ("step", "kind", "time")
             self.summary.evaluations[record["step"]] = {k: v for k, v in record.items() if k not in hidden}
         self._display = Display(self.path.name, self._config.training.steps, self._config.observe)
-        for line in [*parts.describe(), describe_weights(self._config), *self._instruments.notes]:
+        for line in [*parts.describe(), *describe_weights(self._config, parts), *self._instruments.notes]:
             self._display.message(line)
         if self.checkpoint is not None:
             self._display.message(f"resumed from {self.checkpoint}")
@@ -295,7 +308,12 @@ class Run:
         self._instruments.begin_step(self.step + 1)
 
     def record(self, scored: Sequence[ScoredTrajectory], metrics: Mapping[str, float]) -> None:
-        """The next step is done: write down what it trained (this process's `scored`), its metrics and its times."""
+        """The next step is done: write down what it trained (this process's `scored`), its metrics and its times.
+
+        Raises:
+            StorageError: a checkpoint could not be written in the background.
+        """
+        metrics = {**metrics, **self._saver.poll()}
         if self._config.journal.payload and self._world.tp_rank == 0:
             path = payload_file(self.path, self.step + 1, self._world.dp_rank)
             with writing(path):
@@ -348,30 +366,29 @@ class Run:
             self._display.evaluation(self.step, result.accuracy, str(result))
 
     def save(self, parts: Parts, learner: Learner, schedule: Schedule) -> None:
-        """Write a checkpoint: one consistent cut at the end of the step."""
-        with self._unwatched("checkpoint"), self._clock.phase("checkpoint"):
-            state = {
-                "optimizer_steps": learner.steps_taken,
-                "prompts": parts.prompts.state_dict(),
-                "probe_floor": self._probe_floor,
-            }
-            cut = schedule.cut()
-            if cut is not None:
-                state["schedule"] = cut.state
-            if self._world.is_main:
-                state |= {"metrics_bytes": self._metrics.sync(), "journal_bytes": self._journal.sync()}
-            save_checkpoint(
-                self.path,
-                self.step,
-                student=parts.student,
-                tokenizer=parts.tokenizer,
-                model=parts.model,
-                optimizer=learner.optimizer,
-                state=state,
-                samples=[] if cut is None else list(cut.samples.values()),
-                keep=self._config.checkpoint.keep,
-                world=self._world,
-            )
+        """Save a checkpoint: one consistent cut at the end of the step. The last one is complete on return."""
+        with self._unwatched("checkpoint"):
+            self._await_save()
+            with self._clock.phase("checkpoint"):
+                state = {
+                    "optimizer_steps": learner.steps_taken,
+                    "prompts": parts.prompts.state_dict(),
+                    "probe_floor": self._probe_floor,
+                }
+                cut = schedule.cut()
+                if cut is not None:
+                    state["schedule"] = cut.state
+                if self._world.is_main:
+                    state |= {"metrics_bytes": self._metrics.sync(), "journal_bytes": self._journal.sync()}
+                self._saver.save(self.step, state, [] if cut is None else list(cut.samples.values()))
+            if self.step == self._config.training.steps:
+                self._await_save()
+
+    def _await_save(self) -> None:
+        """Let the save in the background end, if there is one."""
+        if self._saver.is_writing:
+            with self._clock.phase("checkpoint_wait"):
+                self._saver.wait()
 
 
 def _check_unchanged(file: Path, config: Config) -> None:

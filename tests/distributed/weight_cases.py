@@ -140,7 +140,7 @@ def _both_in_one(mesh: DeviceMesh, shape: dict[str, Any], group: dist.ProcessGro
     """An engine in each trainer's process: straight from the parameters, and from a copy in the process."""
     source = make_source(sharded(make_decoder(seed=1, **shape), mesh))
     engine = engine_on(0, **shape)
-    DirectDelivery(source, worker="trainer", checks=DIGEST_ONLY, bucket_bytes=BUCKET_BYTES).deliver(engine, 1)
+    DirectDelivery(source, worker="trainer", checks=DIGEST_ONLY).deliver(engine, 1)
     direct = holds(engine, make_decoder(seed=1, **shape))
     source = make_source(sharded(make_decoder(seed=2, **shape), mesh))
     local, store = InProcess(), make_store(ZmqTransport(), "local")
@@ -174,7 +174,7 @@ def placements(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for bucket_bytes in (700, BUCKET_BYTES, 1 << 24):
         source = make_source(decoder, bucket_bytes=bucket_bytes)
-        got = {name: torch.full(shape, torch.nan, dtype=torch.bfloat16) for name, shape in source.shapes.items()}
+        got = {name: torch.full(spec.shape, torch.nan, dtype=spec.dtype) for name, spec in source.specs.items()}
         for pieces in source.buckets():
             time.sleep(0.001 * dist.get_rank())  # ranks that are at different places of the walk
             for piece in pieces:

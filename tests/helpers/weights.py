@@ -14,14 +14,22 @@ from titan_opd.channel import InProcessTransport, PayloadFetcher, PayloadStore
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.models import Decoder
 from titan_opd.rollout import NativeEngine
+from titan_opd.rollout.quantized import quantize_linears
 from titan_opd.weights.publisher import WeightPublisher
+from titan_opd.weights.quantized_source import QuantizedSource
 from titan_opd.weights.receiver import Checks, WeightReceiver
-from titan_opd.weights.source import WeightSource
+from titan_opd.weights.source import Source, WeightSource
 from titan_opd.weights.transports import WEIGHT_LIMITS, ChannelOutlet, InProcess, ProcessGroupOutlet, SharedMemoryOutlet
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 BUCKET_BYTES = 6000  # several buckets, and an embedding that is larger than one
 DIGEST_ONLY = Checks(digest=True, probe=False)
+
+
+def make_source(decoder: Decoder, dtype: torch.dtype, quantization: str = "none") -> Source:
+    """The weights of a decoder, cast and quantised."""
+    source = WeightSource(decoder, dtype=dtype, bucket_bytes=BUCKET_BYTES, timeout=20)
+    return source if quantization == "none" else QuantizedSource(source, quantization)
 
 
 class Ends(contextlib.ExitStack):
@@ -32,12 +40,20 @@ class Ends(contextlib.ExitStack):
         folder: an empty one, on a file system in memory.
         dtype: what weights are cast to.
         delta: whether versions are published, and taken, as what changed, too.
+        quantization: how they are published, as `rollout.quantization`.
     """
 
     def __init__(
-        self, transport: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, delta: bool = False
+        self,
+        transport: str,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        delta: bool = False,
+        quantization: str = "none",
     ) -> None:
         super().__init__()
+        self.quantization = quantization
         self.dtype = dtype
         self.delta = delta
         self._transport = transport
@@ -57,7 +73,7 @@ class Ends(contextlib.ExitStack):
 
     def publish(self, decoder: Decoder, version: int, **options: object) -> None:
         """A version that is the weights of `decoder`."""
-        source = WeightSource(decoder, dtype=self.dtype, bucket_bytes=BUCKET_BYTES, timeout=20)
+        source = make_source(decoder, self.dtype, self.quantization)
         if self.publisher is None:
             self.publisher = WeightPublisher(
                 source, [self.outlet], self.store, bucket_bytes=BUCKET_BYTES, delta=self.delta
@@ -84,9 +100,14 @@ class Ends(contextlib.ExitStack):
         self.receiver(checks).take(engine, self.store.address, version)
 
 
-def engine_on(seed: int, dtype: torch.dtype = torch.bfloat16, **overrides: object) -> NativeEngine:
+def engine_on(
+    seed: int, dtype: torch.dtype = torch.bfloat16, quantization: str = "none", **overrides: object
+) -> NativeEngine:
     """An engine that was made with the weights of a seed."""
-    return make_engine(make_decoder(seed=seed, **overrides).to(dtype))
+    decoder = make_decoder(seed=seed, **overrides).to(dtype)
+    if quantization != "none":
+        quantize_linears(decoder, quantization)
+    return make_engine(decoder)
 
 
 def weights_of(engine: NativeEngine) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ def check_config(config: Config) -> None:
     _check_data(config)
     _check_schedule(config)
     _check_weights(config)
+    _check_quantization(config)
     _check_vllm(config)
     _check_profile(config)
 
@@ -210,6 +211,14 @@ def _check_weights(config: Config) -> None:
         raise ValueError(
             "weights.transport = 'in_process' stays in the trainer's process, and with rollout.placement = 'workers' "
             "the engines are in others; set it to 'auto'"
+        )
+
+
+def _check_quantization(config: Config) -> None:
+    if config.rollout.quantization != "none" and config.rollout.engine == "answers":
+        raise ValueError(
+            f"rollout.quantization = {config.rollout.quantization!r} makes writing cheaper, and rollout.engine = "
+            "'answers' writes nothing; leave it out"
         )
 
 

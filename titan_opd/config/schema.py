@@ -211,6 +211,14 @@ class RolloutConfig:
         choices=("native", "vllm", "answers"),
     )
     dtype: str = option("float32", "of the engine's copy of the weights and its products", choices=DTYPES)
+    quantization: str = option(
+        "none",
+        "8 bits for the weights of the linear layers of the decoder's blocks, in the engine and on the way to it, one "
+        "scale for each output row ('fp8': e4m3); embedding, output projection, norms and biases stay in `dtype`, in "
+        "which all products are taken. Answers, evaluations' among them, are the quantised model's, and so are their "
+        "log-probabilities (titan_opd/weights/README.md)",
+        choices=("none", "int8", "fp8"),
+    )
     sampling: SamplingConfig = option(SamplingConfig, "how the student's tokens are drawn")
     max_concurrent: int = option(64, "answers written at the same time; each holds a row of the KV cache", minimum=1)
     num_samples: int = option(
@@ -561,6 +569,11 @@ class CheckpointConfig:
 
     every: int = option(0, "steps between checkpoints; the last step is always saved", minimum=0)
     keep: int = option(2, "newest checkpoints kept; older ones are deleted", minimum=1)
+    asynchronous: bool = option(
+        False,
+        "training waits for a copy of its state in the main memory only (12 bytes per float32 parameter with AdamW, "
+        "shared by the processes) and goes on while it is written",
+    )
 
     def __post_init__(self) -> None:
         check_section(self, "checkpoint")

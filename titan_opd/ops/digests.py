@@ -55,11 +55,25 @@ def multi_copy_digests(sources: Sequence[Tensor], destinations: Sequence[Tensor]
     check_pairs(sources, destinations)
     refuse_to_differentiate("multi_copy_digests", _NO_DERIVATIVE, *sources, *destinations)
     pairs = list(zip(sources, destinations, strict=True))
-    if pairs and all(one.device.type == "cpu" and has_kernel(one) for pair in pairs for one in pair):
-        return torch.ops.titan_opd.multi_copy_digests(list(sources), list(destinations)).tolist()
-    digests = [digest_reference(source, destination.dtype) for source, destination in pairs]
-    multi_copy(sources, destinations)
-    return digests
+    fused = [all(one.device.type == "cpu" and has_kernel(one) for one in pair) for pair in pairs]
+    digests = iter(_copy_digests([pair for pair, is_fused in zip(pairs, fused, strict=True) if is_fused]))
+    others = [pair for pair, is_fused in zip(pairs, fused, strict=True) if not is_fused]
+    multi_copy([source for source, _ in others], [destination for _, destination in others])
+    return [next(digests) if is_fused else _digest_of_cast(*pair) for pair, is_fused in zip(pairs, fused, strict=True)]
+
+
+def _copy_digests(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+    """By the kernel."""
+    if not pairs:
+        return []
+    sources, destinations = ([pair[side] for pair in pairs] for side in (0, 1))
+    return torch.ops.titan_opd.multi_copy_digests(sources, destinations).tolist()
+
+
+def _digest_of_cast(source: Tensor, destination: Tensor) -> int:
+    if source.dtype == destination.dtype:
+        return multi_digest([source])[0]
+    return digest_reference(source, destination.dtype)
 
 
 def digest_reference(tensor: Tensor, dtype: torch.dtype | None = None) -> int:

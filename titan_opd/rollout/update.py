@@ -11,6 +11,7 @@ from torch import Tensor
 from titan_opd.models import Decoder
 from titan_opd.rollout.row_update import RowUpdate
 from titan_opd.weights.pieces import WeightSpec
+from titan_opd.weights.quantization import is_scale, quantize_rows, scale_name
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -27,13 +28,15 @@ class InPlaceUpdate:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._dtype = decoder.lm_head_weight.dtype
         self._parameters = {name: value.detach() for name, value in decoder.named_parameters()}
+        self._expected = {name: value for name, value in self._parameters.items() if not is_scale(name)}
         self.specs = {name: WeightSpec(tuple(value.shape), value.dtype) for name, value in self._parameters.items()}
         self._failed: str | None = None  # why the weights are not those of any version
 
     @torch.no_grad()
     def load(self, named_tensors: NamedTensors, version: int) -> None:
-        """Copy every parameter once, cast to the decoder's dtype.
+        """Copy every parameter once, cast to the decoder's dtype, and quantised where the decoder's is.
 
         A mapping or another collection (a list, a dict's items) is checked as a whole before the first tensor is
         copied; an iterator hands out its tensors once, so each is checked when it comes, and completeness at the end.
@@ -46,24 +49,33 @@ class InPlaceUpdate:
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
         if isinstance(named_tensors, Collection):
-            checks = WeightChecks(self._decoder, version)
+            checks = WeightChecks(self._expected, version)
             for name, tensor in named_tensors:
                 checks.take(name, tensor)
             checks.finish()
-        checks = WeightChecks(self._decoder, version)
+        checks = WeightChecks(self._expected, version)
         copying = False
         try:
             for name, tensor in named_tensors:
-                parameter = checks.take(name, tensor)
+                checks.take(name, tensor)
                 copying = True
                 self._failed = f"to version {version}, stopped at {name!r}"
-                parameter.copy_(tensor)
+                self._store(name, tensor)
             checks.finish()
         except BaseException as error:
             if copying:
                 self._failed = f"to version {version}: {error}"
             raise
         self._failed = None
+
+    def _store(self, name: str, tensor: Tensor) -> None:
+        parameter = self._parameters[name]
+        if scale_name(name) not in self._parameters:
+            parameter.copy_(tensor)
+            return
+        weight, scale = quantize_rows(tensor.detach().to(self._dtype), parameter.dtype)
+        parameter.copy_(weight)
+        self._parameters[scale_name(name)].copy_(scale)
 
     @contextmanager
     def open(self, version: int, *, vocab_size: int) -> Iterator[RowUpdate]:
@@ -102,17 +114,17 @@ class WeightChecks:
     """What can be wrong with the tensors of one update, as they come.
 
     Args:
-        decoder: says what is expected; one on the meta device will do.
+        parameters: what is expected, by name; tensors on the meta device will do.
         version: of the weights.
     """
 
-    def __init__(self, decoder: Decoder, version: int) -> None:
-        self._parameters = dict(decoder.named_parameters())
+    def __init__(self, parameters: Mapping[str, Tensor], version: int) -> None:
+        self._parameters = parameters
         self._missing = set(self._parameters)
         self._version = version
 
-    def take(self, name: str, tensor: Tensor) -> Tensor:
-        """The parameter that `tensor` is for."""
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Raise a ValueError when `tensor` is for no parameter, or does not fit it."""
         if name not in self._parameters:
             raise ValueError(f"weights hold {name!r}, which the engine's model has no parameter for")
         if name not in self._missing:
@@ -125,7 +137,6 @@ class WeightChecks:
         if not tensor.is_floating_point():
             raise ValueError(f"{name!r} is of type {tensor.dtype} in the weights; the engine casts floating types only")
         self._missing.remove(name)
-        return expected
 
     def finish(self) -> None:
         """Raise a ValueError when a parameter got no tensor."""

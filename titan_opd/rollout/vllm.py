@@ -84,7 +84,7 @@ class VllmEngine:
         self._awake = {"weights", "kv_cache"}
         self._llm = open_llm(logprobs_mode="processed_logprobs", enable_sleep_mode=self._sleeps, **prepared.arguments)
         (self._layerwise,) = self._llm.collective_rpc("layerwise_update")
-        self._weights = VllmWeights(model, getattr(torch, config.dtype), self)
+        self._weights = VllmWeights(model, getattr(torch, config.dtype), self, config.quantization)
 
     @property
     def policy_version(self) -> int:

@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from titan_opd.ops import multi_digest
 from titan_opd.rollout.vllm_draws import take_records
 from titan_opd.weights.pieces import Piece, copy_all_digested
+from titan_opd.weights.quantization import Dequantizer
 
 BACKEND = "titan"
 BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")  # one row for each token, and some for padding
@@ -56,11 +57,13 @@ class LayerwiseUpdate:
         self._config = config
         self._device = device
         self._num_tokens = config.model_config.get_vocab_size()
+        self._dequantizer = Dequantizer(config.model_config.dtype)
         self._is_open = False
 
     def begin(self) -> None:
         """Begin an update, after one that broke off too."""
         self.digests = {}
+        self._dequantizer = Dequantizer(self._config.model_config.dtype)
         with torch.device(self._device), set_current_vllm_config(self._config):
             if self._is_open:  # vLLM would go on with it
                 finalize_layerwise_reload(self._model, self._config.model_config)
@@ -70,7 +73,7 @@ class LayerwiseUpdate:
     def take(self, pieces: Sequence[Piece]) -> None:
         """Take some of the tensors, whole; those that do not stay are copied."""
         with torch.device(self._device), set_current_vllm_config(self._config):
-            named = self._kept(pieces)
+            named = self._dequantizer.values(self._kept(pieces))
             self._model.load_weights((name, _own_rows(name, tensor, self._num_tokens)) for name, tensor in named)
 
     def _kept(self, pieces: Sequence[Piece]) -> list[tuple[str, Tensor]]:

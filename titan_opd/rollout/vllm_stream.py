@@ -113,7 +113,7 @@ class VllmStream:
         self._writing: dict[int, _Writing] = {}
         self._ended: queue.SimpleQueue[tuple[_Writing, Trajectory | BaseException]] = queue.SimpleQueue()
         self._keys = itertools.count()
-        self._weights = VllmWeights(model, getattr(torch, config.dtype), self)
+        self._weights = VllmWeights(model, getattr(torch, config.dtype), self, config.quantization)
         try:
             self._process = VllmProcess(prepared.arguments, self._weights.specs(), clear_cache=recompute_kv)
         except BaseException:

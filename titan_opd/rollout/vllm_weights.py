@@ -20,6 +20,7 @@ from titan_opd.rollout.engine import check_version
 from titan_opd.rollout.update import NamedTensors, WeightChecks
 from titan_opd.rollout.vllm_receiver import bucket_tensors, map_file
 from titan_opd.weights.pieces import Piece, WeightSpec
+from titan_opd.weights.quantization import TYPES, is_quantized, quantize_rows, quantized_specs, scale_name
 from titan_opd.weights.verify import check_digests, digest
 
 BUCKET_BYTES = 64 << 20  # a larger tensor has a bucket of its own
@@ -56,15 +57,17 @@ class VllmWeights:
         model: the student's shape.
         dtype: that the engine stores.
         carrier: the way to the workers.
+        quantization: how the weights come, as `rollout.quantization`.
 
     Attributes:
         version: of the weights in service.
     """
 
-    def __init__(self, model: DecoderConfig, dtype: torch.dtype, carrier: Carrier) -> None:
+    def __init__(self, model: DecoderConfig, dtype: torch.dtype, carrier: Carrier, quantization: str = "none") -> None:
         with torch.device("meta"):
             self._expected = Decoder(model).to(dtype)
         self._dtype = dtype
+        self._quantization = quantization
         self._carrier = carrier
         self._failed: str | None = "it has been given no weights yet"
         self.version = 0
@@ -83,10 +86,11 @@ class VllmWeights:
 
     def specs(self) -> dict[str, WeightSpec]:
         """What a complete update consists of."""
-        return {
+        specs = {
             name: WeightSpec(tuple(parameter.shape), self._dtype)
             for name, parameter in self._expected.named_parameters()
         }
+        return quantized_specs(specs, self._quantization)
 
     @contextmanager
     def open(self, version: int) -> Iterator[VllmUpdate]:
@@ -142,7 +146,12 @@ class VllmWeights:
         checks = WeightChecks(dict(self._expected.named_parameters()), version)
         for name, tensor in named_tensors:
             checks.take(name, tensor)
-            yield name, tensor.detach().to(self._dtype)
+            cast = tensor.detach().to(self._dtype)
+            if self._quantization == "none" or not is_quantized(name):
+                yield name, cast
+                continue
+            weight, scale = quantize_rows(cast, TYPES[self._quantization])
+            yield from ((name, weight), (scale_name(name), scale))
         checks.finish()
 
 

@@ -7,7 +7,7 @@ elements, C of which changed, in blocks of B = 65,536 elements travel, end to en
     values [C]                    their new bits, in the order of their positions
     offsets [C] uint16            where each stands in its block
 
-That is 4 bytes a changed element of a 16-bit type, 6 of a 32-bit one.
+That is 3 bytes a changed element of an 8-bit type, 4 of a 16-bit one, 6 of a 32-bit one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titan_opd.channel import ChannelError
 
 BLOCK = 1 << 16  # elements: what an offset of 16 bits can tell apart
 _COMPARED = 16 * BLOCK  # elements at a time, so that what is read and the mask stay in the cache
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -124,11 +124,9 @@ def read_change(name: str, memory: Tensor, *, num_elements: int, num_changed: in
         ChannelError: the bytes contradict themselves, so that elements outside the parameter would be meant.
     """
     num_blocks = _num_blocks(num_elements)
-    parts = memory.split([8 * num_blocks, num_changed * dtype.itemsize, num_changed * 2])
-    counts, values, offsets = (
-        part.view(kind)
-        for part, kind in zip(parts, (torch.int64, _INTEGERS[dtype.itemsize], torch.uint16), strict=True)
-    )
+    counts, values, offsets = memory.split([8 * num_blocks, num_changed * dtype.itemsize, num_changed * 2])
+    counts, values = counts.view(torch.int64), values.view(_INTEGERS[dtype.itemsize])
+    offsets = offsets.clone().view(torch.uint16)  # they may begin at an odd byte, after values of 8 bits
     if int(counts.min()) < 0 or int(counts.max()) > BLOCK or int(counts.sum()) != num_changed:
         raise ChannelError(f"the changes of {name!r} contradict their number, {num_changed}")
     positions = offsets.long()

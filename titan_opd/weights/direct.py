@@ -1,21 +1,22 @@
 """From the trainer's parameters into an engine in the same process.
 
-Where the engine takes rows and its storage can be read, straight: no published copy, two buckets at most. Else by a
-copy in this process's memory, whole tensors at a time.
+No published copy is made. An engine that takes rows gets them bucket by bucket, two at most, and its storage is read
+back; another gets whole tensors, those that this process has whole anyway as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from titan_opd.ops import multi_digest
 from titan_opd.weights.manifest import Probe
-from titan_opd.weights.pieces import WeightSpec
-from titan_opd.weights.publisher import WeightPublisher
-from titan_opd.weights.receiver import Checks, check_probe, put_in
-from titan_opd.weights.source import WeightSource
+from titan_opd.weights.pieces import Piece, copy_all
+from titan_opd.weights.receiver import Checks, check_probe, check_written
+from titan_opd.weights.source import Source
 from titan_opd.weights.target import WeightTarget, WeightUpdate
-from titan_opd.weights.transports import InProcess
 from titan_opd.weights.verify import check_digests, check_layout
 
 
@@ -26,14 +27,12 @@ class DirectDelivery:
         source: the weights; all processes that share them deliver together.
         worker: who has the engine, for errors.
         checks: after the last byte.
-        bucket_bytes: of the copy, where there is one.
     """
 
-    def __init__(self, source: WeightSource, *, worker: str, checks: Checks, bucket_bytes: int) -> None:
+    def __init__(self, source: Source, *, worker: str, checks: Checks) -> None:
         self._source = source
         self._worker = worker
         self._checks = checks
-        self._bucket_bytes = bucket_bytes
         self._previous: dict[str, int] = {}
 
     def deliver(self, target: WeightTarget, version: int, *, probe: Probe | None = None) -> float | None:
@@ -53,14 +52,12 @@ class DirectDelivery:
         """
         if target.takes_rows:
             return self._deliver_rows(target, version, probe)
-        return self._deliver_copy(target, version, probe)
+        return self._deliver_whole(target, version, probe)
 
     def _deliver_rows(self, target: WeightTarget, version: int, probe: Probe | None) -> float | None:
         """Digests are of pieces, as the source cuts them, so that no whole tensor is needed."""
         about = {"version": version, "worker": self._worker}
-        dtype = self._source.dtype
-        offered = {name: WeightSpec(tuple(shape), dtype) for name, shape in self._source.shapes.items()}
-        check_layout(offered, target.weight_specs(), **about)
+        check_layout(self._source.specs, target.weight_specs(), **about)
         sent: dict[str, int] = {}
         places: dict[str, tuple[str, int, int]] = {}
         with target.update_weights(version) as update:
@@ -82,18 +79,45 @@ class DirectDelivery:
         self._previous = sent
         return gap
 
-    def _deliver_copy(self, target: WeightTarget, version: int, probe: Probe | None) -> float | None:
-        memory = InProcess()
-        publisher = WeightPublisher(
-            self._source, [memory], None, bucket_bytes=self._bucket_bytes, digests=self._checks.digest
-        )
-        manifest = publisher.publish(version, probe=probe)
-        assert manifest is not None
-        buckets = memory.published(version)
-        previous = self._previous
-        gap = put_in(target, manifest, iter(buckets), worker=self._worker, checks=self._checks, previous=previous)
-        self._previous = manifest.digests
+    def _deliver_whole(self, target: WeightTarget, version: int, probe: Probe | None) -> float | None:
+        """Whole parameters, one after the other, for an engine that packs them away."""
+        about = {"version": version, "worker": self._worker}
+        check_layout(self._source.specs, target.weight_specs(), **about)
+        sent: dict[str, int] = {}
+        with target.update_weights(version) as update:
+            fingerprints = {name: update.fingerprint(name) for name in self._source.specs if self._checks.digest}
+            for pieces in self._whole_tensors():
+                if self._checks.digest:
+                    digests = multi_digest([piece.tensor for piece in pieces])
+                    sent |= zip((piece.name for piece in pieces), digests, strict=True)
+                update.write(pieces)
+            update.finish()
+            check_written(update, sent, fingerprints, previous=self._previous, **about)
+            gap = check_probe(probe, update, **about) if self._checks.probe and probe is not None else None
+        self._previous = sent
         return gap
+
+    def _whole_tensors(self) -> Iterator[list[Piece]]:
+        """All parameters, whole and of the engine's type, in memory that is not reused."""
+        specs = self._source.specs
+        begun: dict[str, Tensor] = {}
+        missing_rows: dict[str, int] = {}
+        for pieces in self._source.buckets():
+            whole = []
+            for piece in pieces:
+                name, spec = piece.name, specs[piece.name]
+                if piece.stays and piece.tensor.shape == spec.shape and piece.tensor.dtype == spec.dtype:
+                    whole.append(piece)
+                    continue
+                if name not in begun:
+                    begun[name] = torch.empty(spec.shape, dtype=spec.dtype, device=piece.tensor.device)
+                    missing_rows[name] = spec.shape[0]
+                copy_all([piece.tensor], [piece.rows_of(begun[name])])
+                missing_rows[name] -= piece.tensor.shape[0]
+                if missing_rows[name] == 0:
+                    whole.append(Piece(name, 0, begun.pop(name), stays=True))
+            if whole:
+                yield whole
 
 
 def _stored(update: WeightUpdate, name: str) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -26,16 +25,23 @@ class TensorEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """One tensor.
 
     Attributes:
+        dtype: as in `titan_opd.channel.tensors.DTYPES`.
         bucket: it lies in this one.
         begin: byte of the bucket where it begins.
         digest: of its bytes (`verify.digest`).
     """
 
     name: Annotated[str, Meta(max_length=200)]
+    dtype: str
     shape: Annotated[list[Count], Meta(min_length=1, max_length=8)]
     bucket: Count
     begin: Count
     digest: int
+
+    @property
+    def spec(self) -> WeightSpec:
+        """What it looks like."""
+        return WeightSpec(tuple(self.shape), DTYPES[self.dtype])
 
 
 class Probe(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -90,7 +96,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         version: the policy version.
-        dtype: of all its tensors.
         tensors: in the order of their bytes.
         buckets: the size of each, bytes; those with the whole tensors first.
         offers: by the transports' names, what a receiver needs to know.
@@ -100,7 +105,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     version: Count
-    dtype: str
     tensors: Annotated[list[TensorEntry], Meta(max_length=1_000_000)]
     buckets: Annotated[list[Count], Meta(max_length=1_000_000)]
     offers: dict[str, Any]
@@ -111,7 +115,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def specs(self) -> dict[str, WeightSpec]:
         """What each tensor looks like."""
-        return {entry.name: WeightSpec(tuple(entry.shape), DTYPES[self.dtype]) for entry in self.tensors}
+        return {entry.name: entry.spec for entry in self.tensors}
 
     @property
     def digests(self) -> dict[str, int]:
@@ -141,7 +145,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             ChannelError: it is not as long as it should be.
         """
         self._check_length(index, bucket)
-        return [Piece(one.name, 0, view_of(bucket, one, self.dtype)) for one in self.tensors if one.bucket == index]
+        return [Piece(one.name, 0, view_of(bucket, one)) for one in self.tensors if one.bucket == index]
 
     def changes(self, index: int, bucket: Tensor) -> tuple[list[Piece], list[Change]]:
         """What a bucket of the delta holds: tensors that travel whole, and changed elements of others.
@@ -151,18 +155,18 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         """
         self._check_length(index, bucket)
         assert self.delta is not None
-        specs, dtype = self.specs, DTYPES[self.dtype]
+        specs = self.specs
         pieces, changes = [], []
         for one in self.delta.tensors:
             if one.bucket != index:
                 continue
-            shape = torch.Size(specs[one.name].shape)
-            memory = bucket[one.begin : one.begin + _delta_bytes(one, shape.numel(), dtype)]
+            spec = specs[one.name]
+            memory = bucket[one.begin : one.begin + _delta_bytes(one, spec)]
             if one.is_whole:
-                pieces.append(Piece(one.name, 0, memory.view(dtype).view(shape)))
+                pieces.append(Piece(one.name, 0, memory.view(spec.dtype).view(spec.shape)))
             else:
-                count = {"num_elements": shape.numel(), "num_changed": one.num_changed}
-                changes.append(read_change(one.name, memory, dtype=dtype, **count))
+                count = {"num_elements": spec.num_elements, "num_changed": one.num_changed}
+                changes.append(read_change(one.name, memory, dtype=spec.dtype, **count))
         return pieces, changes
 
     def _check_length(self, index: int, bucket: Tensor) -> None:
@@ -178,25 +182,22 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return f"{names[0]!r} to {names[-1]!r}" if len(names) > 1 else repr(names[0])
 
 
-def view_of(bucket: Tensor, entry: TensorEntry, dtype_name: str) -> Tensor:
+def view_of(bucket: Tensor, entry: TensorEntry) -> Tensor:
     """A tensor in its bucket's bytes."""
-    dtype = DTYPES[dtype_name]
-    size = math.prod(entry.shape) * dtype.itemsize
-    return bucket[entry.begin : entry.begin + size].view(dtype).view(entry.shape)
+    spec = entry.spec
+    return bucket[entry.begin : entry.begin + spec.num_bytes].view(spec.dtype).view(spec.shape)
 
 
-def lay_out(
-    shapes: dict[str, torch.Size], dtype: torch.dtype, bucket_bytes: int
-) -> tuple[list[TensorEntry], list[int]]:
+def lay_out(specs: Mapping[str, WeightSpec], bucket_bytes: int) -> tuple[list[TensorEntry], list[int]]:
     """Tensors end to end in buckets of at most `bucket_bytes`; a larger one has a bucket of its own.
 
     Returns:
         The tensors, their digests 0, and the buckets' sizes.
     """
-    places, sizes = place_end_to_end([shape.numel() * dtype.itemsize for shape in shapes.values()], bucket_bytes)
+    places, sizes = place_end_to_end([spec.num_bytes for spec in specs.values()], bucket_bytes)
     entries = [
-        TensorEntry(name, list(shape), bucket, begin, 0)
-        for (name, shape), (bucket, begin) in zip(shapes.items(), places, strict=True)
+        TensorEntry(name, str(spec.dtype).removeprefix("torch."), list(spec.shape), bucket, begin, 0)
+        for (name, spec), (bucket, begin) in zip(specs.items(), places, strict=True)
     ]
     return entries, sizes
 
@@ -219,10 +220,8 @@ def place_end_to_end(num_bytes: Iterable[int], bucket_bytes: int) -> tuple[list[
     return places, sizes
 
 
-def _delta_bytes(entry: DeltaEntry, num_elements: int, dtype: torch.dtype) -> int:
-    if entry.is_whole:
-        return num_elements * dtype.itemsize
-    return num_bytes_of(num_elements, entry.num_changed, dtype)
+def _delta_bytes(entry: DeltaEntry, spec: WeightSpec) -> int:
+    return spec.num_bytes if entry.is_whole else num_bytes_of(spec.num_elements, entry.num_changed, spec.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,10 +248,11 @@ class ManifestRecord:
             manifest = msgspec.json.decode(self.text.numpy().tobytes(), type=Manifest)
         except msgspec.DecodeError as error:
             raise ChannelError(f"no manifest of weights that can be read ({error})") from None
-        itemsize = DTYPES[manifest.dtype].itemsize if manifest.dtype in DTYPES else 0
         for one in manifest.tensors:
-            end = one.begin + math.prod(one.shape) * itemsize
-            if not itemsize or one.bucket not in manifest.whole_buckets or end > manifest.buckets[one.bucket]:
+            if one.dtype not in DTYPES:
+                raise ChannelError(f"a manifest of weights in which {one.name!r} is of type {one.dtype!r}")
+            end = one.begin + one.spec.num_bytes
+            if one.bucket not in manifest.whole_buckets or end > manifest.buckets[one.bucket]:
                 raise ChannelError(f"a manifest of weights in which {one.name!r} lies outside its bucket")
         if len({one.name for one in manifest.tensors}) < len(manifest.tensors):
             raise ChannelError("a manifest of weights that names a tensor twice")
@@ -264,10 +264,10 @@ class ManifestRecord:
 def _check_delta(manifest: Manifest, delta: Delta) -> None:
     if delta.first_bucket > len(manifest.buckets) or len({one.name for one in delta.tensors}) < len(delta.tensors):
         raise ChannelError("a manifest of weights whose changes name a tensor twice, or have no buckets")
-    num_elements = {one.name: math.prod(one.shape) for one in manifest.tensors}
+    specs = manifest.specs
     for one in delta.tensors:
-        if one.num_changed > num_elements.get(one.name, 0):
+        if one.name not in specs or one.num_changed > specs[one.name].num_elements:
             raise ChannelError(f"a manifest of weights with {one.num_changed} changes of {one.name!r}, which has fewer")
-        end = one.begin + _delta_bytes(one, num_elements[one.name], DTYPES[manifest.dtype])
+        end = one.begin + _delta_bytes(one, specs[one.name])
         if one.bucket not in manifest.delta_buckets or end > manifest.buckets[one.bucket]:
             raise ChannelError(f"a manifest of weights in which the changes of {one.name!r} lie outside their bucket")

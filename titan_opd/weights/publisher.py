@@ -13,7 +13,7 @@ from titan_opd.channel import PayloadStore
 from titan_opd.ops import multi_digest
 from titan_opd.weights.manifest import Delta, Manifest, ManifestRecord, Probe, lay_out, view_of
 from titan_opd.weights.pieces import copy_all, copy_all_digested
-from titan_opd.weights.source import WeightSource
+from titan_opd.weights.source import Source
 from titan_opd.weights.transports import Outlet, machine_id
 from titan_opd.weights.version_delta import VersionDelta
 
@@ -57,7 +57,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        source: WeightSource,
+        source: Source,
         outlets: Sequence[Outlet],
         store: PayloadStore | None,
         *,
@@ -99,21 +99,19 @@ class WeightPublisher:
         while len(self._published) > 1:
             self._forget(self._published.pop(0))
         if not self._outlets:
-            for _ in self.source.buckets():
-                pass
+            self.source.take_part()
             return None
-        entries, sizes = lay_out(self.source.shapes, self.source.dtype, self._bucket_bytes)
+        entries, sizes = lay_out(self.source.specs, self._bucket_bytes)
         self._published.append(version)
         buckets = [self._outlets[0].allocate(version, index, size) for index, size in enumerate(sizes)]
-        dtype_name = str(self.source.dtype).removeprefix("torch.")
-        published = {entry.name: view_of(buckets[entry.bucket], entry, dtype_name) for entry in entries}
+        published = {entry.name: view_of(buckets[entry.bucket], entry) for entry in entries}
         digests = self._fill(published)
         if self._digests:
             entries = [msgspec.structs.replace(entry, digest=digests[entry.name]) for entry in entries]
         delta = self._publish_delta(version, published, buckets) if self._delta else None
         offers = {outlet.name: outlet.offer(version, buckets) for outlet in self._outlets}
         sizes = [bucket.numel() for bucket in buckets]
-        manifest = Manifest(version, dtype_name, entries, sizes, offers, machine_id(), probe, delta)
+        manifest = Manifest(version, entries, sizes, offers, machine_id(), probe, delta)
         if self._delta:
             self._base = _Base(version, published, manifest.digests)
         if self._store is not None:

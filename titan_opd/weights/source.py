@@ -8,9 +8,10 @@ P processes, N rows of a parameter of which each process holds at most C = ceil(
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from titan_opd.models import Decoder
 from titan_opd.ops import multi_copy
 from titan_opd.parallel import whole_tensor
 from titan_opd.weights.errors import TransferError
-from titan_opd.weights.pieces import Piece
+from titan_opd.weights.pieces import Piece, WeightSpec
 
 
 def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -32,6 +33,22 @@ def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """
     for name, parameter in decoder.named_parameters():
         yield name, whole_tensor(parameter)
+
+
+class Source(Protocol):
+    """Where weights come from, as they are to be stored: cast (`WeightSource`), and quantised (`QuantizedSource`).
+
+    Attributes:
+        specs: what is handed out, by Hugging Face name.
+    """
+
+    specs: Mapping[str, WeightSpec]
+
+    def buckets(self) -> Iterator[list[Piece]]:
+        """All rows of all parameters, each once; cast by whoever copies them where they are not of `specs`' type."""
+
+    def take_part(self) -> None:
+        """Walk through all buckets for the sake of the other processes, and use none."""
 
 
 class WeightSource:
@@ -63,9 +80,9 @@ class WeightSource:
         self._timeout = timeout
 
     @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Of the whole parameters, in the order in which they are handed out."""
-        return {name: parameter.shape for name, parameter in self._parameters}
+    def specs(self) -> dict[str, WeightSpec]:
+        """What is handed out, in this order."""
+        return {name: WeightSpec(tuple(parameter.shape), self.dtype) for name, parameter in self._parameters}
 
     @torch.no_grad()
     def buckets(self) -> Iterator[list[Piece]]:
@@ -86,6 +103,11 @@ class WeightSource:
         if waiting is not None:
             yield self._finish(waiting)
             self.held_bytes -= waiting.num_bytes
+
+    def take_part(self) -> None:
+        """Walk through all buckets for the sake of the other processes, and use none."""
+        for _ in self.buckets():
+            pass
 
     # ---- What goes into which bucket ---------------------------------------------------------------------------------
 

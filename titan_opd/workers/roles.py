@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from titan_opd.schedule.conductor import Conductor
 from titan_opd.schedule.rules import ScheduleRules
 from titan_opd.schedule.service import ConductorService
 from titan_opd.teacher import Scorer
+from titan_opd.weights.quantization import describe_quantization
 from titan_opd.weights.receiver import Checks, WeightReceiver
 from titan_opd.weights.transports import WEIGHT_LIMITS, InProcess
 from titan_opd.workers.connection import port_limits
@@ -29,6 +31,7 @@ from titan_opd.workers.identity import run_identity
 from titan_opd.workers.rollout import RolloutWorker
 from titan_opd.workers.teacher import TeacherWorker
 
+logger = logging.getLogger(__name__)
 START_SECONDS = 600.0  # how long the roles wait for a conductor: on a busy machine its imports take minutes
 _ADDRESS_SECONDS = 15.0  # how long a conductor waits for its address: that of a killed one is free after a while
 
@@ -99,6 +102,8 @@ def serve_rollout(
         WeightError: the trainer's weights do not fit the engine.
     """
     engine = build_stream(config, common, device)
+    for line in describe_quantization(engine.weight_specs(), getattr(torch, config.rollout.dtype)):
+        logger.info("%s: %s", name, line)
     store = open_store(config, transport, name, consumer="the teachers and the trainer")
     hello = make_hello(config, common, "rollout", name, store.address)
     port = WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)

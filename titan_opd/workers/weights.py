@@ -15,8 +15,10 @@ from titan_opd.parallel import World
 from titan_opd.weights.direct import DirectDelivery
 from titan_opd.weights.probe import TrainerProbe
 from titan_opd.weights.publisher import WeightPublisher
+from titan_opd.weights.quantization import describe_quantization
+from titan_opd.weights.quantized_source import QuantizedSource
 from titan_opd.weights.receiver import Checks
-from titan_opd.weights.source import WeightSource
+from titan_opd.weights.source import Source, WeightSource
 from titan_opd.weights.transports import (
     ChannelOutlet,
     CudaIpcOutlet,
@@ -32,14 +34,16 @@ from titan_opd.workers.connection import local_name
 logger = logging.getLogger(__name__)
 
 
-def build_source(config: Config, parts: Parts) -> WeightSource:
+def build_source(config: Config, parts: Parts) -> Source:
     """The student's weights, as the engines store them."""
-    return WeightSource(
+    source = WeightSource(
         parts.student,
         dtype=getattr(torch, config.rollout.dtype),
         bucket_bytes=_bucket_bytes(config),
         timeout=config.weights.timeout_seconds,
     )
+    quantization = config.rollout.quantization
+    return source if quantization == "none" else QuantizedSource(source, quantization)
 
 
 def build_probe(config: Config, parts: Parts) -> TrainerProbe | None:
@@ -51,6 +55,7 @@ def build_probe(config: Config, parts: Parts) -> TrainerProbe | None:
         vocab_size=parts.model.vocab_size,
         engine_dtype=getattr(torch, config.rollout.dtype),
         compute_dtype=getattr(torch, config.training.compute_dtype),
+        quantization=config.rollout.quantization,
     )
 
 
@@ -60,7 +65,6 @@ def build_delivery(config: Config, parts: Parts, world: World) -> DirectDelivery
         build_source(config, parts),
         worker=f"trainer-{world.rank}",
         checks=Checks.of(config.weights.verify),
-        bucket_bytes=_bucket_bytes(config),
     )
 
 
@@ -91,20 +95,21 @@ def build_publisher(
 
 def version_bytes(config: Config, parts: Parts) -> int:
     """Of one version, with room for the gaps between its tensors, and for what changed where that is published."""
-    itemsize = getattr(torch, config.rollout.dtype).itemsize
-    whole = sum(parameter.numel() * itemsize + 4096 for parameter in parts.student.parameters())
+    whole = sum(spec.num_bytes + 4096 for spec in build_source(config, parts).specs.values())
     return whole + int(MOST_BYTES * whole) if config.weights.delta else whole
 
 
-def describe_weights(config: Config) -> str:
-    """A line that says how weights travel and what is checked."""
+def describe_weights(config: Config, parts: Parts) -> list[str]:
+    """Lines that say how weights travel and what is checked, and which of them are quantised."""
     transport = config.weights.transport
     if config.rollout.placement == "colocated":
         transport = "in_process"
     elif transport == "auto":
         transport = "shared_memory on this machine, channel to others"
     form = ", only what changed" if config.weights.delta else ""
-    return f"weights: {config.rollout.dtype}, by {transport}{form}; verified: {config.weights.verify}"
+    line = f"weights: {config.rollout.dtype}, by {transport}{form}; verified: {config.weights.verify}"
+    specs = build_source(config, parts).specs
+    return [line, *describe_quantization(specs, getattr(torch, config.rollout.dtype))]
 
 
 def _outlets(config: Config, parts: Parts, world: World, store: PayloadStore) -> list[Outlet]:

@@ -138,7 +138,7 @@ def test_an_update_that_changes_nothing(ends):
 def test_an_update_that_changes_nothing_is_found_in_direct_delivery():
     engine = deaf_engine(0)
     source = WeightSource(make_decoder(seed=1), dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES, timeout=5)
-    delivery = DirectDelivery(source, worker="trainer-0", checks=DIGEST_ONLY, bucket_bytes=BUCKET_BYTES)
+    delivery = DirectDelivery(source, worker="trainer-0", checks=DIGEST_ONLY)
     with pytest.raises(VerificationError, match=rf"version 1 at trainer-0: .*'{EMBEDDING}\[0:"):
         delivery.deliver(engine, 1)
     assert is_poisoned(engine)

@@ -16,7 +16,7 @@ from titan_opd.weights.transports import InProcess
 
 def collect(source):
     """What comes out, and the order of the names."""
-    found = {name: torch.full(shape, torch.nan, dtype=source.dtype) for name, shape in source.shapes.items()}
+    found = {name: torch.full(spec.shape, torch.nan, dtype=spec.dtype) for name, spec in source.specs.items()}
     names = []
     for pieces in source.buckets():
         for piece in pieces:

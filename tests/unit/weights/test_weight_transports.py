@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engines.writing import make_decoder
-from tests.helpers.weights import BUCKET_BYTES, Ends, answers, engine_on, holds
+from tests.helpers.weights import Ends, answers, engine_on, holds
 from titan_opd.channel import ChannelError
 from titan_opd.errors import StorageError
 from titan_opd.weights.errors import TransferError
@@ -98,7 +98,7 @@ def test_auto_takes_the_way_with_the_fewest_copies(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "complex64"}, "lies outside its bucket"),
+        ({"tensors": "of another type"}, "'model.embed_tokens.weight' is of type 'complex64'"),
         ({"buckets": [10]}, "lies outside its bucket"),
         ({"version": -1}, "no manifest of weights that can be read"),
         ({"tensors": "twice"}, "names a tensor twice"),
@@ -110,6 +110,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path, change, message
         tensors = ends.manifest.tensors
         if change == {"tensors": "twice"}:
             change = {"tensors": [*tensors, tensors[0]]}
+        elif change == {"tensors": "of another type"}:
+            change = {"tensors": [msgspec.structs.replace(tensors[0], dtype="complex64"), *tensors[1:]]}
         record = ManifestRecord.of(msgspec.structs.replace(ends.manifest, **change))
     with pytest.raises(ChannelError, match=message):
         record.manifest()

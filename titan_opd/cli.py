@@ -101,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("config", help="TOML file; --student.path RUN/checkpoints/step-N evaluates a checkpoint")
     command.set_defaults(run=_evaluate)
 
-    command = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face model")
+    command = commands.add_parser(
+        "export", help="write a run's checkpoint as a Hugging Face model; under torchrun, together"
+    )
     command.add_argument("run_directory", metavar="RUN", help="folder of the run")
     command.add_argument("output", metavar="OUT", help="new folder for the model")
     command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
@@ -211,9 +213,11 @@ def _export(options: argparse.Namespace, _: list[str]) -> int:
 
     from titan_opd.checkpoint import pick_checkpoint
     from titan_opd.checkpoint.export import export_model
+    from titan_opd.parallel import open_world
 
     checkpoint = pick_checkpoint(Path(options.run_directory), options.step)
-    export_model(checkpoint, Path(options.output), getattr(torch, options.dtype))
+    with open_world() as world:
+        export_model(checkpoint, Path(options.output), getattr(torch, options.dtype), world=world)
     _say(f"wrote {checkpoint} as {options.dtype} to {options.output}")
     return 0
 

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.cases import OPTIMIZER, first_gradients, make_batches, make_scorer, uneven_trajectories
 from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
 from tests.helpers.communication import CountCommunication
-from titan_opd.checkpoint import checkpoint_steps, load_trainer, save_checkpoint
+from titan_opd.checkpoint import CheckpointSaver, checkpoint_steps, load_trainer
 from titan_opd.config import Objective
 from titan_opd.config.float8 import Float8Config
-from titan_opd.config.schema import OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_opd.config.schema import CheckpointConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_opd.data import load_tokenizer, pack
 from titan_opd.learner import DistillationModel, Learner
 from titan_opd.models import Decoder, DecoderConfig
@@ -219,18 +219,18 @@ def take_step(
         load_trainer(checkpoint, model=model, optimizer=learner.optimizer)
         loaded = {name: weight.clone() for name, weight in named_weights(model.decoder)}
     metrics = learner.step(make_batches(uneven_trajectories(place)[:8], objective, world), current_version=place)
-    save_checkpoint(
+    saver = CheckpointSaver(
         folder,
-        place + 1,
+        CheckpointConfig(keep=len(CHAIN), asynchronous=place % 2 == 0),  # both kinds in turn
         student=model.decoder,
         tokenizer=load_tokenizer("arithmetic"),
         model=model,
         optimizer=learner.optimizer,
-        state={},
-        samples=[],
-        keep=len(CHAIN),
         world=world,
+        timeout_seconds=parallel.timeout_seconds,
     )
+    saver.save(place + 1, {}, [])
+    saver.wait()
     return {"loaded": loaded, "loss": metrics["loss"], "weights": dict(named_weights(model.decoder))}
 
 

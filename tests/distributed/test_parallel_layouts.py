@@ -30,6 +30,7 @@ from tests.helpers.worlds import run_world
 from titan_opd.checkpoint import checkpoint_steps
 from titan_opd.checkpoint.export import export_model
 from titan_opd.models import load_decoder, save_decoder
+from titan_opd.parallel import open_world
 
 pytestmark = pytest.mark.slow  # many more processes import everything
 
@@ -228,6 +229,7 @@ def test_a_run_goes_on_on_another_mesh_exactly(chain, optimizer):
 def test_every_mesh_writes_a_model_that_can_be_exported(chain, tmp_path):
     folder, found = chain
     for step, checkpoint in checkpoint_steps(folder / "adamw").items():
-        export_model(checkpoint, tmp_path / str(step), torch.float32)
+        with open_world() as world:
+            export_model(checkpoint, tmp_path / str(step), torch.float32, world=world)
         exported = load_decoder(tmp_path / str(step))
         assert_equal(dict(exported.named_parameters()), found[step - 1][0]["adamw"]["weights"])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.helpers.runs import load_weights
 from titan_opd.observe import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_torchrun_trains_as_one_process_does(workshop):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("after 3 steps: ") == 1  # one process talks
 
-    weights, expected = (load_file(path / "checkpoints/step-000003/model.safetensors") for path in (run, lone))
+    weights, expected = (load_weights(path / "checkpoints/step-000003") for path in (run, lone))
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)

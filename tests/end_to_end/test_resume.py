@@ -21,6 +21,7 @@ from tests.end_to_end.workshop import run_cli
 from tests.helpers.processes import CommandProcess
 from tests.helpers.runs import assert_same_run, metrics_without_times, trained_numbers
 from titan_opd.checkpoint import checkpoint_steps
+from titan_opd.observe import read_metrics
 
 STEPS, BATCH = 8, 8
 OPTIONS = (
@@ -44,6 +45,9 @@ def copy(whole, tmp_path):
     shutil.copytree(whole, run)
     shutil.rmtree(run / "checkpoints" / "step-000008")
     return run
+
+
+IN_BACKGROUND = ("--checkpoint.asynchronous", "true")
 
 
 def start(workshop, run, *options, **settings):
@@ -228,11 +232,12 @@ def last_line(text):
     return text.strip().splitlines()[-1]
 
 
+@pytest.mark.parametrize("options", [(), IN_BACKGROUND])
 @pytest.mark.parametrize("too_large", ["model.safetensors", "trainer/__0_0.distcp"])
-def test_a_save_without_room_leaves_the_checkpoint_before_it(workshop, whole, copy, too_large, capsys):
+def test_a_save_without_room_leaves_the_checkpoint_before_it(workshop, whole, copy, too_large, options, capsys):
     step_6, step_8 = (copy / "checkpoints" / f"step-{step:06d}" for step in (6, 8))
     with file_limit((step_6 / too_large).stat().st_size - 1):
-        assert resume(workshop, copy) == 1
+        assert resume(workshop, copy, *options) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"titan-opd train: error: {step_8} could not be written (")
     assert "File too large" in error
@@ -242,6 +247,15 @@ def test_a_save_without_room_leaves_the_checkpoint_before_it(workshop, whole, co
     assert resume(workshop, copy) == 0
     assert [*checkpoint_steps(copy)] == [6, 8]
     assert_same_run(copy, whole)
+
+
+def test_saves_in_the_background_write_what_others_write(workshop, whole, tmp_path):
+    run = workshop.train(tmp_path / "run", *OPTIONS, *IN_BACKGROUND)
+    assert_same_run(run, whole)
+    lines = read_metrics(run, "train")
+    written = [line["seconds/checkpoint_write"] for line in lines if "seconds/checkpoint_write" in line]
+    assert 1 <= len(written) <= 3  # that of the last step ends after the last line
+    assert all(line["seconds/checkpoint"] > 0 for line in lines if line["step"] in (3, 5, 7))
 
 
 def test_a_first_save_without_room(workshop, tmp_path, capsys):

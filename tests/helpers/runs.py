@@ -22,17 +22,27 @@ def assert_same_run(run: Path, whole: Path) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
     for name in names:
         left, right = run / "checkpoints" / name, whole / "checkpoints" / name
-        assert (left / "model.safetensors").read_bytes() == (right / "model.safetensors").read_bytes(), name
+        assert model_bytes(left) == model_bytes(right), name
         assert_equal(optimizer_state(left, run), optimizer_state(right, run))
 
 
 def assert_close_run(run: Path, whole: Path) -> None:
     """The same samples were trained, and the last weights agree up to rounding."""
     assert read_lines(run / "journal.jsonl") == read_lines(whole / "journal.jsonl")
-    left, right = (load_file(max(checkpoint_steps(path).values()) / "model.safetensors") for path in (run, whole))
+    left, right = (load_weights(max(checkpoint_steps(path).values())) for path in (run, whole))
     assert left.keys() == right.keys()
     for name, weight in left.items():
         torch.testing.assert_close(weight, right[name], atol=1e-5, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def model_bytes(folder: Path) -> dict[str, bytes]:
+    """The files of a model's weights."""
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors*")}
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model, from whatever files they are in."""
+    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
 def metrics_without_times(run: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic folders, exact resume, export."""
+"""Checkpoints: atomic folders, saves in the background, exact resume, export."""
 
 from titan_opd.checkpoint.folder import (
     checkpoint_steps,
@@ -7,15 +7,16 @@ from titan_opd.checkpoint.folder import (
     remove_remains,
     write_file,
 )
-from titan_opd.checkpoint.trainer import load_samples, load_trainer, save_checkpoint
+from titan_opd.checkpoint.saver import CheckpointSaver
+from titan_opd.checkpoint.trainer import load_samples, load_trainer
 
 __all__ = [
+    "CheckpointSaver",
     "checkpoint_steps",
     "load_samples",
     "load_trainer",
     "model_folder",
     "pick_checkpoint",
     "remove_remains",
-    "save_checkpoint",
     "write_file",
 ]

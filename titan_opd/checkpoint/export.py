@@ -6,28 +6,63 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
-from titan_opd.checkpoint.folder import atomic_folder
+from titan_opd.checkpoint.folder import discard_folder, finish_folder, flush, partial_folder, start_folder
+from titan_opd.checkpoint.together import Together
 from titan_opd.errors import StorageError
-from titan_opd.models import DecoderConfig, read_weights, save_checkpoint_files
+from titan_opd.models import DecoderConfig, ModelFiles, read_weights
+from titan_opd.models.model_files import MAX_FILE_BYTES
+from titan_opd.parallel import World
 
 
-def export_model(checkpoint: Path, output: Path, dtype: torch.dtype) -> None:
+def export_model(
+    checkpoint: Path, output: Path, dtype: torch.dtype, *, world: World, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
     """Write the model of `checkpoint`, with its tokenizer, to the new folder `output`, its weights cast to `dtype`.
+
+    Each process reads the weights of its own files and writes them, one file at a time: no more is ever held. The
+    folder has its name when all files are on the disk.
+
+    Args:
+        checkpoint: a folder that all processes see.
+        output: another.
+        world: the processes.
+        max_file_bytes: most bytes of weights in a file.
 
     Raises:
         ValueError: `output` exists, or the checkpoint is damaged.
-        StorageError: `output` cannot be written.
+        StorageError: in all processes, when one could not write to `output`.
     """
     if output.exists():
         raise ValueError(f"{str(output)!r} exists already; name a new folder, nothing is overwritten")
     config = DecoderConfig.from_directory(checkpoint)
+    files = ModelFiles(config, dtype, num_processes=world.size, max_file_bytes=max_file_bytes)
+    folder = partial_folder(output)
+    together = Together()
+    own = files.files_of(world.rank)
+    weights = read_weights(checkpoint, config, names=[name for file in own for name in files.names[file]])
+
+    def write_files() -> None:
+        for file in own:
+            flush(files.write(folder, file, {name: files.cast(next(weights)[1]) for name in files.names[file]}))
+
+    def finish() -> None:
+        files.write_index(folder)
+        for file in sorted(checkpoint.iterdir()):
+            if file.is_file() and not file.name.startswith(("config.json", "model")):
+                shutil.copy2(file, folder / file.name)
+        finish_folder(output)
+
+    world.barrier()  # all have looked whether `output` exists
     try:
-        with atomic_folder(output) as folder:
-            save_checkpoint_files(read_weights(checkpoint, config), config, folder, dtype=dtype)
-            for file in sorted(checkpoint.iterdir()):
-                if file.is_file() and not file.name.startswith(("config.json", "model")):
-                    shutil.copy2(file, folder / file.name)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"the model could not be written to {output} ({error}); nothing is left there") from error
+        together.main_alone(lambda: start_folder(output))
+        together.all(write_files)
+        together.main_alone(finish)
+    except BaseException as error:
+        if world.is_main:
+            discard_folder(output)
+        if isinstance(error, StorageError):
+            raise StorageError(
+                f"the model could not be written to {output} ({error}); nothing is left there"
+            ) from error
+        raise

@@ -5,17 +5,17 @@ from titan_opd.models.checkpoint import (
     load_decoder,
     load_weights,
     read_weights,
-    save_checkpoint_files,
-    save_decoder,
     weight_shapes,
 )
 from titan_opd.models.config import DecoderConfig
 from titan_opd.models.decoder import Decoder
+from titan_opd.models.model_files import ModelFiles, save_checkpoint_files, save_decoder
 
 __all__ = [
     "Attention",
     "Decoder",
     "DecoderConfig",
+    "ModelFiles",
     "PackedAttention",
     "attention_backend",
     "load_decoder",

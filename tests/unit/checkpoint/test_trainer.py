@@ -6,20 +6,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
-from tests.helpers.trajectories import make_trajectories
-from titan_opd.checkpoint import checkpoint_steps, load_trainer, save_checkpoint
-from titan_opd.config import Objective
-from titan_opd.config.schema import OptimizerConfig, TrainingConfig
-from titan_opd.data import load_tokenizer, pack
+from tests.helpers.arithmetic import make_decoder
+from tests.unit.checkpoint.learners import STATE, Failing, make_learner, make_saver, train
+from titan_opd.checkpoint import checkpoint_steps, load_trainer
 from titan_opd.errors import StorageError
-from titan_opd.learner import DistillationModel, Learner
 from titan_opd.models import load_decoder
-from titan_opd.parallel import open_world, parallelize
-from titan_opd.teacher import LabelScorer
+from titan_opd.parallel import open_world
 from titan_opd.weights import named_weights
-
-STATE = {"optimizer_steps": 3, "prompts": {"next_number": 24}}
 
 
 @pytest.fixture
@@ -28,32 +21,8 @@ def world():
         yield world
 
 
-def make_learner(decoder, world):
-    model = DistillationModel(decoder, vocab_size=VOCAB_SIZE, logits_chunk_mb=1)
-    parallelize(model, decoder, world.mesh, TrainingConfig(steps=1))
-    config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
-    return Learner(model, Objective(kind="cross_entropy"), config, num_steps=8, seed=0, world=world)
-
-
-def train(learner, steps):
-    for step in steps:
-        trajectories = make_trajectories(4, vocab_size=VOCAB_SIZE, seed=step)
-        learner.step(pack(LabelScorer().score(trajectories), 64), current_version=0)
-
-
 def save(run, learner, world, tokenizer=None, keep=2, step=3):
-    save_checkpoint(
-        run,
-        step,
-        student=learner.model.decoder,
-        tokenizer=tokenizer or load_tokenizer("arithmetic"),
-        model=learner.model,
-        optimizer=learner.optimizer,
-        state=STATE,
-        samples=[],
-        keep=keep,
-        world=world,
-    )
+    make_saver(run, learner, world, tokenizer, keep=keep).save(step, STATE, [])
 
 
 def weights(learner):
@@ -88,17 +57,6 @@ def test_a_trainer_state_of_another_model_is_refused(tmp_path, world):
     other = make_learner(make_decoder("llama", seed=0, hidden_size=48, head_dim=8), world)
     with pytest.raises(ValueError, match=r"cannot resume from .*: its trainer state is missing or damaged"):
         load_trainer(checkpoint, model=other.model, optimizer=other.optimizer)
-
-
-class Failing:
-    """A tokenizer that cannot be saved."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def save_pretrained(self, folder):
-        (folder / "tokenizer.json").write_text("half")
-        raise self.error
 
 
 def test_a_failed_save_names_what_failed_and_what_is_intact(tmp_path, world):

@@ -56,7 +56,7 @@ def assert_same_weights(decoder: Decoder, model: torch.nn.Module) -> None:
         assert torch.equal(parameter, expected[name]), name
 
 
-@pytest.mark.parametrize("max_shard_bytes", [1, 40_000, 1 << 30])
+@pytest.mark.parametrize("max_file_bytes", [1, 40_000, 1 << 30])
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -65,10 +65,10 @@ def assert_same_weights(decoder: Decoder, model: torch.nn.Module) -> None:
         ("qwen3", {}),
     ],
 )
-def test_transformers_reads_what_is_written(tmp_path, family, overrides, max_shard_bytes):
+def test_transformers_reads_what_is_written(tmp_path, family, overrides, max_file_bytes):
     make_tiny_checkpoint(tmp_path / "first", family, **overrides)
     decoder = load_decoder(tmp_path / "first")
-    save_decoder(decoder, tmp_path / "second", max_shard_bytes=max_shard_bytes)
+    save_decoder(decoder, tmp_path / "second", max_file_bytes=max_file_bytes)
 
     original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     exported, notes = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second", output_loading_info=True)
@@ -79,10 +79,10 @@ def test_transformers_reads_what_is_written(tmp_path, family, overrides, max_sha
     assert_same_weights(load_decoder(tmp_path / "second"), original)
 
     shards = list((tmp_path / "second").glob("*.safetensors"))
-    assert (len(shards) == 1) == (max_shard_bytes == 1 << 30)
+    assert (len(shards) == 1) == (max_file_bytes == 1 << 30)
     for shard in shards:
         tensors = load_file(shard)
-        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= max_shard_bytes
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= max_file_bytes
     assert not list((tmp_path / "second").glob("*.tmp"))
 
 
@@ -98,7 +98,7 @@ def test_shards_written_by_transformers_are_read(source):
 
 
 def test_a_large_index_states_the_bytes(source, tmp_path):
-    save_decoder(load_decoder(source[0]), tmp_path / "out", max_shard_bytes=40_000)
+    save_decoder(load_decoder(source[0]), tmp_path / "out", max_file_bytes=40_000)
     ours = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     theirs = json.loads((source[0] / "model.safetensors.index.json").read_text())
     assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
@@ -283,12 +283,12 @@ def test_weights_are_copied_when_handed_out_and_written_along_the_way(source, tm
 
     def weights_through_one_buffer():
         for name, parameter in model.named_parameters():
-            files_seen.append(len(list(tmp_path.glob("*.tmp"))))
+            files_seen.append(len(list(tmp_path.glob("*.safetensors"))))
             view = buffer[: parameter.numel()].view(parameter.shape)
             view.copy_(parameter.detach())
             yield name, view
 
-    save_checkpoint_files(weights_through_one_buffer(), config, tmp_path, max_shard_bytes=20_000)
+    save_checkpoint_files(weights_through_one_buffer(), config, tmp_path, max_file_bytes=20_000)
     assert_same_weights(load_decoder(tmp_path), model)
     assert files_seen[-1] > files_seen[len(files_seen) // 2] > 0
     assert files_seen == sorted(files_seen)
@@ -306,7 +306,7 @@ def test_wrong_weights_are_refused_and_no_file_is_left(source, tmp_path):
         ([*weights[1:], (first_name, first[:5])], rf"{first_name} has the shape \[5, 48\].*has \[101, 48\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            save_checkpoint_files(named_tensors, config, tmp_path, max_shard_bytes=20_000)
+            save_checkpoint_files(named_tensors, config, tmp_path, max_file_bytes=20_000)
         assert not list(tmp_path.iterdir())
 
 
@@ -317,5 +317,5 @@ def test_a_folder_with_weights_is_not_written_over(source):
 
 
 def test_a_shard_needs_room(source, tmp_path):
-    with pytest.raises(ValueError, match="max_shard_bytes = 0 must be positive"):
-        save_decoder(load_decoder(source[0]), tmp_path, max_shard_bytes=0)
+    with pytest.raises(ValueError, match="max_file_bytes = 0 must be positive"):
+        save_decoder(load_decoder(source[0]), tmp_path, max_file_bytes=0)

@@ -43,9 +43,13 @@ def pair(workshop):
     return run
 
 
-def start_pair(workshop, run, *faults, log=None):
+IN_BACKGROUND = ("--checkpoint.asynchronous", "true")
+SAVES = pytest.mark.parametrize("options", [(), IN_BACKGROUND], ids=["waited-for", "in-background"])
+
+
+def start_pair(workshop, run, *faults, log=None, options=()):
     log = log or run.with_suffix(".log")
-    arguments = ("train", workshop.toml, "--run.directory", run, *OPTIONS, "--resume")
+    arguments = ("train", workshop.toml, "--run.directory", run, *OPTIONS, *options, "--resume")
     return start_ranks(*arguments, log=log, faults=faults or ({}, {}))
 
 
@@ -75,23 +79,27 @@ FAULTS = (
 )
 
 
-def test_the_death_of_one_ends_the_other_and_the_run_resumes(workshop, pair, tmp_path):
+@SAVES
+def test_the_death_of_one_ends_the_other_and_the_run_resumes(workshop, pair, tmp_path, options):
     run = tmp_path / "run"
     for faults in FAULTS:
-        statuses = wait(start_pair(workshop, run, *faults))
+        statuses = wait(start_pair(workshop, run, *faults, options=options))
         killed = 0 if faults[0] else 1
         assert statuses[killed] == -signal.SIGKILL
         assert statuses[1 - killed] > 0
-    assert wait(start_pair(workshop, run)) == [0, 0]
+    assert wait(start_pair(workshop, run, options=options)) == [0, 0]
     assert_same_run(run, pair)
 
 
+@SAVES
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_without_room_fails_the_save_in_both(workshop, pair, tmp_path, rank):
+def test_a_process_without_room_fails_the_save_in_both(workshop, pair, tmp_path, rank, options):
     run, log = copy_until(2, pair, tmp_path / "run"), tmp_path / "log"
     faults = [{}, {}]
-    faults[rank] = {"file_limit": 60_000 if rank == 0 else 100_000}  # the weights, and a share of the optimizer's state
-    assert wait(start_pair(workshop, run, *faults, log=log)) == [1, 1]
+    checkpoint = run / "checkpoints" / "step-000002"
+    too_large = "model-00001-of-00002.safetensors" if rank == 0 else "trainer/__1_0.distcp"
+    faults[rank] = {"file_limit": (checkpoint / too_large).stat().st_size - 1}
+    assert wait(start_pair(workshop, run, *faults, log=log, options=options)) == [1, 1]
     step_2, step_4 = (run / "checkpoints" / f"step-{step:06d}" for step in (2, 4))
     output = log.read_text()
     assert output.count("titan-opd train: error: ") == 1

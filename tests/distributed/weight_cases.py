@@ -16,14 +16,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.engines.writing import make_decoder
-from tests.helpers.weights import BUCKET_BYTES, DIGEST_ONLY, answers, engine_on, holds
+from tests.helpers.weights import BUCKET_BYTES, DIGEST_ONLY, answers, engine_on, holds, stored_by_hand
 from titan_opd.channel import Address, PayloadFetcher, PayloadStore, ZmqTransport
 from titan_opd.models import Decoder
 from titan_opd.weights.direct import DirectDelivery
 from titan_opd.weights.errors import TransferError
 from titan_opd.weights.publisher import WeightPublisher
+from titan_opd.weights.quantized_source import QuantizedSource
 from titan_opd.weights.receiver import WeightReceiver
-from titan_opd.weights.source import WeightSource
+from titan_opd.weights.source import Source, WeightSource
 from titan_opd.weights.transports import (
     WEIGHT_LIMITS,
     ChannelOutlet,
@@ -172,15 +173,17 @@ def placements(folder: Path) -> dict[str, Any]:
         module = decoder.get_submodule(name.rpartition(".")[0])
         setattr(module, name.rpartition(".")[2], nn.Parameter(distribute_tensor(value.detach(), mesh, way)))
     found: dict[str, Any] = {}
-    for bucket_bytes in (700, BUCKET_BYTES, 1 << 24):
-        source = make_source(decoder, bucket_bytes=bucket_bytes)
-        got = {name: torch.full(spec.shape, torch.nan, dtype=spec.dtype) for name, spec in source.specs.items()}
+    sources: dict[str, Source] = {
+        str(size): make_source(decoder, bucket_bytes=size) for size in (700, BUCKET_BYTES, 1 << 24)
+    }
+    for kind, source in (sources | {"int8": QuantizedSource(make_source(decoder), "int8")}).items():
+        got = {name: torch.full(spec.shape, -1, dtype=spec.dtype) for name, spec in source.specs.items()}
         for pieces in source.buckets():
             time.sleep(0.001 * dist.get_rank())  # ranks that are at different places of the walk
             for piece in pieces:
                 piece.rows_of(got[piece.name]).copy_(piece.tensor)
-        expected = dict(whole.named_parameters())
-        found[str(bucket_bytes)] = [n for n, value in got.items() if not torch.equal(value, expected[n].bfloat16())]
+        expected = stored_by_hand(whole, torch.bfloat16, "int8" if kind == "int8" else "none")
+        found[kind] = [name for name, value in expected.items() if not torch.equal(value, got[name])]
     return found
 
 

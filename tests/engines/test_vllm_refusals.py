@@ -43,6 +43,13 @@ def test_bfloat16_on_a_cpu(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, VllmStream])
+def test_vllms_own_quantisation_on_a_cpu(kind: type) -> None:
+    config = rollout_config(dtype="bfloat16", vllm=RolloutVllmConfig(kv_cache_mb=64, quantization="fp8_per_channel"))
+    with pytest.raises(ValueError, match=r"'fp8_per_channel' is for bfloat16, .*set rollout.quantization = 'fp8'"):
+        open_engine(kind, make_student("qwen3", seed=0), config)
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, VllmStream])
 def test_small_heads(kind: type) -> None:
     with pytest.raises(ValueError, match="head_dim = 8 is below 32"):
         open_engine(kind, make_decoder(vocab_size=112), rollout_config())

@@ -16,6 +16,7 @@ from titan_opd.models import Decoder
 from titan_opd.rollout import NativeEngine
 from titan_opd.rollout.quantized import quantize_linears
 from titan_opd.weights.publisher import WeightPublisher
+from titan_opd.weights.quantization import TYPES, is_quantized, quantize_rows, scale_name
 from titan_opd.weights.quantized_source import QuantizedSource
 from titan_opd.weights.receiver import Checks, WeightReceiver
 from titan_opd.weights.source import Source, WeightSource
@@ -119,6 +120,17 @@ def holds(engine: NativeEngine, decoder: Decoder) -> bool:
     """Whether an engine stores exactly the cast weights of a decoder."""
     stored = weights_of(engine)
     return all(torch.equal(stored[name], value.to(stored[name].dtype)) for name, value in decoder.named_parameters())
+
+
+@torch.no_grad()
+def stored_by_hand(decoder: Decoder, dtype: torch.dtype, quantization: str) -> dict[str, Tensor]:
+    """What an engine must hold of a decoder, bit for bit, from each whole parameter by itself."""
+    found = {}
+    for name, value in decoder.named_parameters():
+        found[name] = value.detach().to(dtype)
+        if quantization != "none" and is_quantized(name):
+            found[name], found[scale_name(name)] = quantize_rows(found[name], TYPES[quantization])
+    return found
 
 
 def answers(engine: NativeEngine) -> list[list[int]]:

@@ -220,6 +220,18 @@ def _check_quantization(config: Config) -> None:
             f"rollout.quantization = {config.rollout.quantization!r} makes writing cheaper, and rollout.engine = "
             "'answers' writes nothing; leave it out"
         )
+    own = config.rollout.vllm.quantization
+    if own == "none":
+        return
+    for name, given, needed in (
+        ("rollout.quantization", config.rollout.quantization, "none"),
+        ("rollout.dtype", config.rollout.dtype, "bfloat16"),
+    ):
+        if given != needed:
+            raise ValueError(
+                f"rollout.vllm.quantization = {own!r} quantises bfloat16 weights inside vLLM, and {name} = {given!r}; "
+                f"set it to {needed!r}, or leave rollout.vllm.quantization out"
+            )
 
 
 def _check_profile(config: Config) -> None:

@@ -118,6 +118,13 @@ class RolloutVllmConfig(VllmConfig):
     sleep: bool = option(
         False, "after each batch of answers give the GPU's memory to the trainer, in whose process the engine lives"
     )
+    quantization: str = option(
+        "none",
+        "vLLM's own, on a GPU: its linear layers store and multiply in float8, quantised anew by vLLM at each update "
+        "from `rollout.dtype` = 'bfloat16', with one scale for each output row ('fp8_per_channel') or matrix. Saves "
+        "its memory and time, as `rollout.quantization` does not in vLLM; the trainer cannot tell its bytes",
+        choices=("none", "fp8_per_channel", "fp8_per_tensor"),
+    )
 
 
 @dataclass(frozen=True)

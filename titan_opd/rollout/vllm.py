@@ -21,7 +21,7 @@ from titan_opd.models import DecoderConfig
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording
 from titan_opd.rollout.update import NamedTensors
 from titan_opd.rollout.vllm_members import join_members
-from titan_opd.rollout.vllm_setup import open_llm, prepare_engine
+from titan_opd.rollout.vllm_setup import log_quantized, open_llm, prepare_engine
 from titan_opd.weights.pieces import Piece, WeightSpec
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class VllmEngine:
         self._sleeps = config.vllm.sleep
         self._awake = {"weights", "kv_cache"}
         self._llm = open_llm(logprobs_mode="processed_logprobs", enable_sleep_mode=self._sleeps, **prepared.arguments)
+        log_quantized(self._llm.collective_rpc("quantized_layers")[0], config.vllm.quantization)
         (self._layerwise,) = self._llm.collective_rpc("layerwise_update")
         self._weights = VllmWeights(model, getattr(torch, config.dtype), self, config.quantization)
 

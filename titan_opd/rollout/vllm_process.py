@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from titan_opd.rollout.vllm_requests import Requests
+from titan_opd.rollout.vllm_setup import log_quantized
 from titan_opd.rollout.vllm_weights import Bucket
 from titan_opd.weights.errors import VerificationError
 from titan_opd.weights.pieces import Piece, WeightSpec
@@ -50,6 +51,8 @@ class VllmProcess:
         self._thread.start()
         try:
             self.llm = self.run(_open(arguments))
+            quantized = self.run(self.llm.collective_rpc("quantized_layers"))[0]
+            log_quantized(quantized, arguments.get("quantization", "none"))
             self.bucket = Bucket(specs)
             try:
                 self.run(self._share())

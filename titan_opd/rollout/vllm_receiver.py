@@ -158,6 +158,10 @@ class Receiver:
         """The digests of the tensors that the last update brought, by name."""
         return self.weight_transfer_engine.update.digests
 
+    def quantized_layers(self) -> list[str]:
+        """Which layers vLLM quantises by itself, and to what; one text for each kind of layer."""
+        return getattr(self.vllm_config.quant_config, "quantized_layer_summaries", [])
+
     def shape_logits(self, num_tokens: int, scale: float) -> None:
         """From now on logits end with token `num_tokens` - 1 and are multiplied by `scale`, the inverse temperature."""
         processor = self.model_runner.get_model().logits_processor

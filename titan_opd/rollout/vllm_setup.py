@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import tempfile
@@ -28,6 +29,7 @@ from titan_opd.rollout.vllm_shape import ModelShape, check_model, check_split
 if TYPE_CHECKING:
     from titan_opd.rollout.vllm_requests import Requests
 
+logger = logging.getLogger(__name__)
 VERSIONS = ("0.32.", "0.33.")  # whose interfaces for weights were compared
 MAX_LOGPROBS = 256  # candidates a token that an engine can be asked for
 RECEIVER = "titan_opd.rollout.vllm_receiver.Receiver"
@@ -165,6 +167,11 @@ def prepare_engine(
         ValueError: vLLM is missing, or cannot run this model or these settings here.
     """
     shape = ModelShape.of(model)
+    if config.vllm.quantization != "none" and device.type == "cpu":
+        raise ValueError(
+            f"rollout.vllm.quantization = {config.vllm.quantization!r} is for bfloat16, which vLLM does not run on a "
+            "CPU; leave it out, and set rollout.quantization = 'fp8' for weights that are rounded alike"
+        )
     check_model(shape, config.dtype, "rollout.dtype", on_cpu=device.type == "cpu")
     check_split(shape, config.vllm.tensor_parallel_size, "rollout.vllm.tensor_parallel_size")
     if draws:
@@ -191,9 +198,26 @@ def prepare_engine(
         max_concurrent=config.max_concurrent,
         prefix_caching=prefix_caching,
     )
+    if config.vllm.quantization != "none":
+        arguments["quantization"] = config.vllm.quantization
     if draws:
         arguments |= {"logits_processors": [DRAWS], "async_scheduling": False}
     return PreparedEngine(requests, folder, arguments)
+
+
+def log_quantized(summaries: list[str], quantization: str) -> None:
+    """Log which layers vLLM says it has quantised.
+
+    Raises:
+        ValueError: none, though `quantization` (`rollout.vllm.quantization`) asks for it.
+    """
+    if quantization == "none":
+        return
+    if not summaries:
+        raise ValueError(
+            f"rollout.vllm.quantization = {quantization!r}: vLLM has quantised no layer of this model; leave it out"
+        )
+    logger.info("quantised weights (vLLM's own %s): %s", quantization, "; ".join(summaries))
 
 
 def open_llm(**arguments: Any) -> Any:

@@ -55,7 +55,7 @@ def build_probe(config: Config, parts: Parts) -> TrainerProbe | None:
         vocab_size=parts.model.vocab_size,
         engine_dtype=getattr(torch, config.rollout.dtype),
         compute_dtype=getattr(torch, config.training.compute_dtype),
-        quantization=config.rollout.quantization,
+        quantization="fp8" if config.rollout.vllm.quantization != "none" else config.rollout.quantization,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.engines.writing import make_decoder, make_engine, make_samples, recomputed_logits
-from tests.helpers.weights import DIGEST_ONLY, Ends, answers, engine_on, make_source, nudged, weights_of
+from tests.helpers.weights import DIGEST_ONLY, Ends, answers, engine_on, make_source, nudged, stored_by_hand, weights_of
 from titan_opd.config.schema import SamplingConfig
 from titan_opd.models import Decoder
 from titan_opd.rollout import NativeEngine
@@ -20,17 +20,6 @@ from titan_opd.weights.quantization import TYPES, dequantize_rows, is_quantized,
 DTYPES = (torch.float32, torch.bfloat16)
 per_kind = pytest.mark.parametrize("quantization", list(TYPES))
 LAYER = "model.layers.1.mlp.down_proj.weight"
-
-
-@torch.no_grad()
-def stored_by_hand(decoder: Decoder, dtype: torch.dtype, quantization: str) -> dict[str, Tensor]:
-    """What an engine must hold, bit for bit, from each whole parameter by itself."""
-    found = {}
-    for name, value in decoder.named_parameters():
-        found[name] = value.detach().to(dtype)
-        if is_quantized(name):
-            found[name], found[scale_name(name)] = quantize_rows(found[name], TYPES[quantization])
-    return found
 
 
 def same_bits(engine: NativeEngine, expected: dict[str, Tensor]) -> bool:

@@ -65,6 +65,13 @@ def test_every_placement_on_four_ranks(tmp_path):
         assert found == {"700": [], str(BUCKET_BYTES): [], str(1 << 24): [], "int8": []}
 
 
+def test_fsdp_over_tensor_parallel_parts_is_gathered_in_buckets_too(tmp_path):
+    for process in run_world(cases.fsdp_and_tp, tmp_path, size=4, folder=tmp_path):
+        for student, found in process.items():
+            assert found["wrong"] == [], student
+            assert 0 < found["peak_bytes"] <= 2 * BUCKET_BYTES
+
+
 def test_a_missing_rank_is_named_with_the_tensor_and_the_collective(tmp_path):
     """FIELD 14: a deadline, not the collective's half hour."""
     message, _ = run_world(cases.late, tmp_path, size=2, folder=tmp_path)

@@ -15,10 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.distributed.parallel_cases import STUDENTS, make_student
 from tests.engines.writing import make_decoder
+from tests.helpers.arithmetic import VOCAB_SIZE
 from tests.helpers.weights import BUCKET_BYTES, DIGEST_ONLY, answers, engine_on, holds, stored_by_hand
 from titan_opd.channel import Address, PayloadFetcher, PayloadStore, ZmqTransport
+from titan_opd.config.schema import ParallelConfig, TrainingConfig
+from titan_opd.learner import DistillationModel
 from titan_opd.models import Decoder
+from titan_opd.parallel import open_world, parallelize
 from titan_opd.weights.direct import DirectDelivery
 from titan_opd.weights.errors import TransferError
 from titan_opd.weights.publisher import WeightPublisher
@@ -184,6 +189,25 @@ def placements(folder: Path) -> dict[str, Any]:
                 piece.rows_of(got[piece.name]).copy_(piece.tensor)
         expected = stored_by_hand(whole, torch.bfloat16, "int8" if kind == "int8" else "none")
         found[kind] = [name for name, value in expected.items() if not torch.equal(value, got[name])]
+    return found
+
+
+def fsdp_and_tp(folder: Path) -> dict[str, Any]:
+    """Students on a mesh of two by two: the names of the tensors that come out wrong, and the memory that it took."""
+    found: dict[str, Any] = {}
+    parallel = ParallelConfig(tp=2)
+    with open_world(parallel) as world:
+        for student in STUDENTS:
+            model = DistillationModel(make_student(student), vocab_size=VOCAB_SIZE, logits_chunk_mb=0.01)
+            parallelize(model, model.decoder, world.mesh, TrainingConfig(steps=1), parallel)
+            source = make_source(model.decoder)
+            got = {name: torch.full(spec.shape, -1, dtype=spec.dtype) for name, spec in source.specs.items()}
+            for pieces in source.buckets():
+                for piece in pieces:
+                    piece.rows_of(got[piece.name]).copy_(piece.tensor)
+            expected = {name: value.detach() for name, value in make_student(student).named_parameters()}
+            wrong = [name for name, value in expected.items() if not torch.equal(value.to(source.dtype), got[name])]
+            found[student] = {"wrong": wrong, "peak_bytes": source.peak_bytes}
     return found
 
 

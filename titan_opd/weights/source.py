@@ -3,11 +3,13 @@
 A parameter that is split among processes is cast once, on the shard where its float32 master lives, and then gathered:
 rounding is element by element, so the result is that of casting the whole, with less to send. One that this process
 holds whole is handed out as it is: it is cast on its way, by whoever copies it, which is one pass over memory less.
-P processes, N rows of a parameter of which each process holds at most C = ceil(N / P), as `torch.chunk` splits them.
+
+Shape suffix: P processes that each hold a part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,13 +18,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titan_opd.models import Decoder
 from titan_opd.ops import multi_copy
 from titan_opd.parallel import whole_tensor
 from titan_opd.weights.errors import TransferError
 from titan_opd.weights.pieces import Piece, WeightSpec
+from titan_opd.weights.shards import Part, parts_of, split_axes
 
 
 def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -78,6 +82,7 @@ class WeightSource:
         self._parameters = [(name, parameter.detach()) for name, parameter in decoder.named_parameters()]
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
+        self._groups: dict[tuple[DeviceMesh, tuple[int, ...]], dist.ProcessGroup] = {}
 
     @property
     def specs(self) -> dict[str, WeightSpec]:
@@ -126,23 +131,34 @@ class WeightSource:
             yield bucket
 
     def _blocks(self, name: str, parameter: Tensor) -> Iterator[_Block]:
-        row_bytes = parameter.shape[1:].numel() * self.dtype.itemsize
-        axis = _axis_of_rows(parameter)
-        if isinstance(parameter, DTensor) and axis is None:
-            # Other placements, such as FSDP over tensor-parallel columns, are gathered whole by DTensor itself.
-            yield _Block(name, parameter, 0, parameter.shape[0], parameter.shape[0] * row_bytes, None)
-            return
-        group = None if axis is None else parameter.device_mesh.get_group(axis)
-        if group is None or group.size() == 1:
+        axes = split_axes(parameter)
+        if not axes:
             whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            yield _Block(name, whole, 0, len(whole), 0, None)
+            yield _Block(name, whole, 0, len(whole), 0)
             return
-        local, num_rows = parameter.to_local(), -(-parameter.shape[0] // group.size())
-        copies = group.size() + 1  # everybody's rows, and what this process sends
+        parts, local = parts_of(parameter, axes), parameter.to_local()
+        group = self._group(parameter.device_mesh, axes)
+        row_bytes = max(math.prod(part.row_shape) for part in parts) * self.dtype.itemsize
+        copies = len(parts) + 1  # everybody's rows, and what this process sends
+        if any(part.columns is not None for part in parts):
+            copies += len(parts)  # and the rows that are put together
         rows_a_block = max(1, self._bucket_bytes // max(1, row_bytes * copies))
+        num_rows = max(part.num_rows for part in parts)
         for first in range(0, num_rows, rows_a_block):
             last = min(num_rows, first + rows_a_block)
-            yield _Block(name, local, first, last, (last - first) * row_bytes * copies, group, parameter.shape)
+            num_bytes = (last - first) * row_bytes * copies
+            yield _Block(name, local, first, last, num_bytes, group, parts, parameter.shape)
+
+    def _group(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        """All processes along some axes; made when it is first needed, which all processes do in one order."""
+        if len(axes) == 1:
+            return mesh.get_group(axes[0])
+        key = (mesh, axes)
+        if key not in self._groups:
+            assert mesh.mesh_dim_names is not None
+            names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
+            self._groups[key] = mesh[names]._flatten().get_group()
+        return self._groups[key]
 
     # ---- Gathering ---------------------------------------------------------------------------------------------------
 
@@ -176,20 +192,12 @@ class WeightSource:
         pieces = []
         begin = 0
         for block in gathering.blocks:
-            if isinstance(block.local, DTensor):
-                pieces.append(Piece(block.name, 0, block.local.to(self.dtype).full_tensor(), stays=True))
-                continue
             if block.group is None:
                 pieces.append(Piece(block.name, 0, block.local, stays=True))
                 continue
             assert gathering.gathered is not None
-            slots = gathering.gathered[:, begin : begin + block.num_elements]
+            pieces += block.pieces(gathering.gathered[:, begin : begin + block.num_elements])
             begin += block.num_elements
-            for rank, slot in enumerate(slots):
-                first, last = block.rows_of_rank(rank)
-                if first < last:
-                    shape = (last - first, *block.local.shape[1:])
-                    pieces.append(Piece(block.name, first, slot[: torch.Size(shape).numel()].view(shape)))
         return pieces
 
     def _error(self, gathering: _Gathering, error: RuntimeError) -> TransferError:
@@ -206,9 +214,10 @@ class _Block:
     """Rows [first, last) of what each process holds of a parameter.
 
     Attributes:
-        local: this process's rows; a DTensor that is gathered whole.
+        local: what this process holds.
         num_bytes: that its gathering takes; 0 for what this process holds whole.
-        group: of the processes that hold a share; None where each holds all, or DTensor gathers.
+        group: of the processes that hold a part; None where this one holds all.
+        parts: theirs, by rank.
         whole: the parameter's shape.
     """
 
@@ -217,24 +226,38 @@ class _Block:
     first: int
     last: int
     num_bytes: int
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = None
+    parts: tuple[Part, ...] = ()
     whole: torch.Size = torch.Size()
 
     @property
     def num_elements(self) -> int:
-        """Of a process whose share is not short."""
-        return (self.last - self.first) * self.local.shape[1:].numel()
+        """Of the process that has most."""
+        return (self.last - self.first) * max(math.prod(part.row_shape) for part in self.parts)
 
     def rows(self) -> Tensor:
-        """Those of this process; the last processes can have fewer, or none."""
+        """Those of this process; some have fewer, or none."""
         return self.local[self.first : self.last]
 
-    def rows_of_rank(self, rank: int) -> tuple[int, int]:
-        """First and last + 1 of a process's rows, counted in the whole parameter."""
-        assert self.group is not None
-        num_rows = -(-self.whole[0] // self.group.size())
-        end = min(self.whole[0], (rank + 1) * num_rows)
-        return min(end, rank * num_rows + self.first), min(end, rank * num_rows + self.last)
+    def pieces(self, slots: Tensor) -> list[Piece]:
+        """The rows that all processes sent, [P, elements]; what several have of the same rows is put together."""
+        pieces = []
+        begun: dict[tuple[int, int], Tensor] = {}
+        for part, slot in zip(self.parts, slots, strict=True):
+            num_rows = min(self.last, part.num_rows) - self.first
+            if num_rows <= 0:
+                continue
+            shape = (num_rows, *part.row_shape)
+            rows, first_row = slot[: math.prod(shape)].view(shape), part.first_row + self.first
+            if part.columns is None:
+                pieces.append(Piece(self.name, first_row, rows))
+                continue
+            key = (first_row, num_rows)
+            if key not in begun:
+                begun[key] = rows.new_empty(num_rows, *self.whole[1:])
+                pieces.append(Piece(self.name, first_row, begun[key]))
+            begun[key][:, slice(*part.columns)] = rows
+        return pieces
 
 
 @dataclass(eq=False)
@@ -246,14 +269,3 @@ class _Gathering:
     local: Tensor | None = None
     gathered: Tensor | None = None
     work: dist.Work | None = field(default=None)
-
-
-def _axis_of_rows(parameter: Tensor) -> int | None:
-    """The mesh axis over which the rows are split, and nothing else is; None: there is none of this kind."""
-    if not isinstance(parameter, DTensor):
-        return None
-    split = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if len(split) != 1:
-        return None
-    placement = parameter.placements[split[0]]
-    return split[0] if type(placement) is Shard and placement.dim == 0 else None

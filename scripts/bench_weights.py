@@ -219,7 +219,7 @@ def measure_direct(decoder: Decoder, dtype: torch.dtype, rounds: int, memcpy: Me
     times: Times = {name: [] for name in COLUMNS}
     source = make_source(decoder, dtype)
     deliveries = {
-        name: DirectDelivery(source, worker="trainer-0", checks=checks, bucket_bytes=BUCKET_BYTES)
+        name: DirectDelivery(source, worker="trainer-0", checks=checks)
         for name, checks in (("plain", NOTHING), ("verified", DIGEST))
     }
     version = 0
@@ -252,7 +252,7 @@ def measure_vllm(decoder: Decoder, rounds: int) -> Times:
     engine._llm.llm_engine.vllm_config.load_config.load_format = "auto"
     source = make_source(decoder, torch.float32)
     deliveries = {
-        name: DirectDelivery(source, worker="trainer-0", checks=checks, bucket_bytes=BUCKET_BYTES)
+        name: DirectDelivery(source, worker="trainer-0", checks=checks)
         for name, checks in (("plain", NOTHING), ("verified", DIGEST))
     }
     times: Times = {name: [] for name in ("reload", *deliveries)}

@@ -9,12 +9,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titan_opd.config.cores import parse_cores
-from titan_opd.config.float8 import Float8Config
+from titan_opd.config.engines import (
+    RolloutConfig,
+    RolloutVllmConfig,
+    SamplingConfig,
+    TeacherConfig,
+    TeacherVllmConfig,
+    VllmConfig,
+)
 from titan_opd.config.objective import Objective
 from titan_opd.config.observe import ObserveConfig, ProfileConfig
 from titan_opd.config.options import check_section, option
+from titan_opd.config.trainer import OptimizerConfig, ParallelConfig, TrainingConfig
 
-DTYPES = ("float32", "bfloat16")
+__all__ = [
+    "ArithmeticConfig",
+    "ChannelConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "JournalConfig",
+    "ObserveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ProfileConfig",
+    "RolloutConfig",
+    "RolloutVllmConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "StudentConfig",
+    "TeacherConfig",
+    "TeacherVllmConfig",
+    "TrainingConfig",
+    "VllmConfig",
+    "WeightsConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -49,211 +80,6 @@ class StudentConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "student")
-
-
-def check_workers(section: TeacherConfig | RolloutConfig, name: str) -> None:
-    """Raise a ValueError when cores or devices do not belong to the workers that are started."""
-    if section.workers and section.placement != "workers":
-        raise ValueError(
-            f"{name}.workers = {section.workers} starts processes that {name}.placement = {section.placement!r} has no "
-            "use for; set placement = 'workers'"
-        )
-    for option_name in ("cores", "devices"):
-        given = getattr(section, option_name)
-        if given and len(given) != section.workers:
-            raise ValueError(
-                f"{name}.{option_name} = {list(given)} names {len(given)} places for {name}.workers = "
-                f"{section.workers}; give one for each worker that is started here"
-            )
-    for cores in section.cores:
-        parse_cores(cores, f"{name}.cores")
-    if section.python and not section.workers:
-        raise ValueError(
-            f"{name}.python = {section.python!r} is the interpreter of worker processes, and {name}.workers = 0 starts "
-            "none here; leave it out, or say how many"
-        )
-
-
-def check_vllm(section: TeacherConfig | RolloutConfig, name: str) -> None:
-    """Raise a ValueError when options of vLLM are given to another engine."""
-    if section.engine != "vllm" and section.vllm != type(section.vllm)():
-        raise ValueError(
-            f"[{name}.vllm] has no effect with {name}.engine = {section.engine!r}; set it to 'vllm', or remove the "
-            "table"
-        )
-
-
-@dataclass(frozen=True)
-class VllmConfig:
-    """vLLM's own settings; titan_opd/rollout/README.md says what of it has run where."""
-
-    kv_cache_mb: float = option(
-        1024.0, "memory of the KV cache on each device, MiB; 0: as `gpu_memory_utilization` says", minimum=0
-    )
-    gpu_memory_utilization: float = option(
-        0.9,
-        "share of a device's memory for weights, activations and KV cache, when `kv_cache_mb` is 0",
-        above=0,
-        maximum=1,
-    )
-    max_model_len: int = option(
-        0, "most tokens of a sequence, when more than the longest prompt and answer are wanted", minimum=0
-    )
-    enforce_eager: bool = option(False, "no CUDA graphs and no compilation; on a CPU it is always so")
-    tensor_parallel_size: int = option(
-        1,
-        "devices that share one engine: a worker's, or as many of the trainer's processes where the answers are "
-        'written in them (`placement = "colocated"` in a schedule without overlap)',
-        minimum=1,
-    )
-
-    def __post_init__(self) -> None:
-        check_section(self, "vllm")
-
-
-@dataclass(frozen=True)
-class RolloutVllmConfig(VllmConfig):
-    """vLLM's settings where it writes the answers."""
-
-    sleep: bool = option(
-        False, "after each batch of answers give the GPU's memory to the trainer, in whose process the engine lives"
-    )
-    quantization: str = option(
-        "none",
-        "vLLM's own, on a GPU: its linear layers store and multiply in float8, quantised anew by vLLM at each update "
-        "from `rollout.dtype` = 'bfloat16', with one scale for each output row ('fp8_per_channel') or matrix. Saves "
-        "its memory and time, as `rollout.quantization` does not in vLLM; the trainer cannot tell its bytes",
-        choices=("none", "fp8_per_channel", "fp8_per_tensor"),
-    )
-
-
-@dataclass(frozen=True)
-class TeacherVllmConfig(VllmConfig):
-    """vLLM's settings where it scores."""
-
-    search_k: int = option(
-        1024,
-        "candidates a token among which the student's tokens are looked for, where the objective compares more than "
-        "the written one; a token that is not among them stops the run",
-        minimum=1,
-    )
-
-
-@dataclass(frozen=True)
-class TeacherConfig:
-    """The model that scores."""
-
-    engine: str = option(
-        "native",
-        "how the teacher runs: in this package, in vLLM (an extra, scripts/setup_vllm_cpu.sh), or 'none' for "
-        "cross-entropy",
-        choices=("native", "vllm", "none"),
-    )
-    path: str = option(
-        "", "folder in Hugging Face format, or a run's folder: its newest checkpoint; it has the student's tokenizer"
-    )
-    dtype: str = option("float32", "of the teacher's weights and products", choices=DTYPES)
-    top_k: int = option(64, "candidates a token for the support 'teacher_topk'", minimum=1, maximum=256)
-    num_samples: int = option(
-        64, "Monte Carlo samples that the teacher draws at each token for the kind 'mc_forward_kl'", minimum=1
-    )
-    tokens_per_forward: int = option(8192, "most packed tokens in one forward pass of the scorer", minimum=1)
-    sharded: bool = option(
-        False,
-        "spread the teacher over the trainer's processes, in which it is colocated, as [parallel] does the student; "
-        "false: each has a whole copy",
-    )
-    placement: str = option(
-        "colocated",
-        "scores are made in the trainer's processes, or in worker processes that dial in",
-        choices=("colocated", "workers"),
-    )
-    workers: int = option(
-        0, "worker processes that `titan-opd train` starts on this machine, and starts anew when they die", minimum=0
-    )
-    python: str = option(
-        "", "interpreter of these workers, such as '.venv-vllm/bin/python'; empty: the one that runs the trainer"
-    )
-    cores: tuple[str, ...] = option((), "cores of each of these workers, such as ['0-3', '4-7']; empty: any")
-    devices: tuple[int, ...] = option((), "the CUDA device of each of these workers; empty: any", minimum=0)
-    fixed_shapes: bool = option(
-        False, "scores that do not depend, to the last bit, on which answers are scored together; slower"
-    )
-    vllm: TeacherVllmConfig = option(TeacherVllmConfig, "of the engine 'vllm'")
-
-    def __post_init__(self) -> None:
-        check_section(self, "teacher")
-        check_workers(self, "teacher")
-        check_vllm(self, "teacher")
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How a token is drawn: the logits are divided by the temperature, then top-k, then top-p cut what is left."""
-
-    temperature: float = option(1.0, "divides the logits; 0 takes the most likely token", minimum=0)
-    top_k: int = option(0, "keep the k most likely tokens; 0 keeps all", minimum=0)
-    top_p: float = option(1.0, "keep the smallest set of most likely tokens whose mass reaches p", above=0, maximum=1)
-    max_new_tokens: int = option(256, "longest answer, in tokens with the stop token", minimum=1)
-    stop_ids: tuple[int, ...] = option((), "token ids that end an answer, beside the tokenizer's own", minimum=0)
-
-    def __post_init__(self) -> None:
-        check_section(self, "sampling")
-
-    @property
-    def truncated(self) -> bool:
-        """Whether tokens can be cut from the distribution before it is sampled from."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Who writes the answers."""
-
-    engine: str = option(
-        "native",
-        "'native': the student writes, in this package; 'vllm': it writes in vLLM (an extra, "
-        "scripts/setup_vllm_cpu.sh); 'answers': the data's own expert responses are used (and read by the student "
-        "where the objective compares its samples or its most likely tokens)",
-        choices=("native", "vllm", "answers"),
-    )
-    dtype: str = option("float32", "of the engine's copy of the weights and its products", choices=DTYPES)
-    quantization: str = option(
-        "none",
-        "8 bits for the weights of the linear layers of the decoder's blocks, in the engine and on the way to it, one "
-        "scale for each output row ('fp8': e4m3); embedding, output projection, norms and biases stay in `dtype`, in "
-        "which all products are taken. Answers, evaluations' among them, are the quantised model's, and so are their "
-        "log-probabilities (titan_opd/weights/README.md)",
-        choices=("none", "int8", "fp8"),
-    )
-    sampling: SamplingConfig = option(SamplingConfig, "how the student's tokens are drawn")
-    max_concurrent: int = option(64, "answers written at the same time; each holds a row of the KV cache", minimum=1)
-    num_samples: int = option(
-        1, "Monte Carlo samples a token for the kind 'policy_gradient', the written token among them", minimum=1
-    )
-    student_top_k: int = option(64, "candidates a token for the support 'student_topk'", minimum=1, maximum=256)
-    placement: str = option(
-        "colocated",
-        "answers are written in the trainer's processes, or in worker processes that dial in",
-        choices=("colocated", "workers"),
-    )
-    workers: int = option(
-        0, "worker processes that `titan-opd train` starts on this machine, and starts anew when they die", minimum=0
-    )
-    python: str = option(
-        "", "interpreter of these workers, such as '.venv-vllm/bin/python'; empty: the one that runs the trainer"
-    )
-    cores: tuple[str, ...] = option((), "cores of each of these workers, such as ['0-3', '4-7']; empty: any")
-    devices: tuple[int, ...] = option((), "the CUDA device of each of these workers; empty: any", minimum=0)
-    fixed_shapes: bool = option(
-        False, "answers that do not depend, to the last bit, on which are written together; slower"
-    )
-    vllm: RolloutVllmConfig = option(RolloutVllmConfig, "of the engine 'vllm'")
-
-    def __post_init__(self) -> None:
-        check_section(self, "rollout")
-        check_workers(self, "rollout")
-        check_vllm(self, "rollout")
 
 
 @dataclass(frozen=True)
@@ -435,126 +261,6 @@ class JournalConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "journal")
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """The size of a step."""
-
-    steps: int = option(doc="batches to train on; the policy version rises once a batch", minimum=1)
-    tokens_per_microbatch: int = option(8192, "packed tokens, prompts included, in one forward-backward", minimum=1)
-    compute_dtype: str = option(
-        "float32",
-        "of the student's layers while training; weights, gradients and optimizer stay float32",
-        choices=DTYPES,
-    )
-    recompute_activations: str = option(
-        "none",
-        "what the backward pass computes again instead of keeping it: 'full': all of a layer but its input (least "
-        "memory, a third more computation); 'selective': all but attention and what crosses processes",
-        choices=("none", "full", "selective"),
-    )
-    compile: bool = option(False, "compile each layer with torch.compile: slow first steps, fewer kernels after them")
-    logits_chunk_mb: float = option(
-        256.0, "memory of one chunk of logits in the loss head and the scorer, MiB", above=0
-    )
-    float8: Float8Config = option(Float8Config, "8-bit products")
-
-    def __post_init__(self) -> None:
-        check_section(self, "training")
-        if self.float8.recipe != "none" and not self.float8.emulate and self.compute_dtype != "bfloat16":
-            raise ValueError(
-                f"training.float8.recipe = {self.float8.recipe!r} has products in bfloat16, and training.compute_dtype "
-                f"= {self.compute_dtype!r}; set it to 'bfloat16', or leave float8 out"
-            )
-        if self.compile and self.recompute_activations == "selective":
-            raise ValueError(
-                "training.compile = true decides by itself which products a layer keeps, so "
-                "training.recompute_activations = 'selective' has no effect; set it to 'none' or 'full'"
-            )
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How the trainer's processes share the student; titan_opd/parallel/README.md says what each way costs.
-
-    The processes that torchrun starts are dp_replicate x dp_shard x tp.
-    """
-
-    dp_replicate: int = option(1, "copies of the sharded student; each trains other samples (HSDP)", minimum=1)
-    dp_shard: int = option(
-        -1, "processes that share one copy's parameters, each with samples of its own (FSDP); -1: all that are left"
-    )
-    tp: int = option(
-        1,
-        "processes that split every matrix and work on the same samples (tensor parallel); divides the heads",
-        minimum=1,
-    )
-    sequence_parallel: bool = option(
-        False, "between the matrices the processes of `tp` have tokens of their own: less memory, the same traffic"
-    )
-    reshard_after_forward: bool = option(
-        True,
-        "free a layer's gathered parameters after its forward pass; false: they stay until the last backward pass of "
-        "the step: more memory, one gather a step",
-    )
-    prefetch: int = option(0, "layers gathered ahead of their use; 0: FSDP's own choice", minimum=0)
-    reduce_gradients: str = option(
-        "last",
-        "when gradients are summed over processes: after a step's last micro-batch (each process holds a whole "
-        "gradient until then), or after each (shards of it only)",
-        choices=("last", "each"),
-    )
-    cpu_offload: bool = option(False, "parameters, gradients and optimizer state live in the host's memory")
-    timeout_seconds: float = option(
-        1800.0,
-        "a process that has waited so long for the others ends and says for whom; above the longest time that one of "
-        "them writes or scores answers alone",
-        above=0,
-    )
-
-    def __post_init__(self) -> None:
-        check_section(self, "parallel")
-        if self.dp_shard != -1 and self.dp_shard < 1:
-            raise ValueError(f"parallel.dp_shard = {self.dp_shard} must be a number of processes, or -1 for the rest")
-        if self.sequence_parallel and self.tp == 1:
-            raise ValueError(
-                "parallel.sequence_parallel = true splits tokens among the processes of parallel.tp, which is 1; "
-                "set parallel.tp, or leave it out"
-            )
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW or Muon with warm-up and decay."""
-
-    name: str = option(
-        "adamw",
-        "'adamw', fused; 'adamw_8bit': the same with moments of 8 bits (torchao, an extra); 'muon': orthogonalised "
-        "momentum for the matrices within layers, AdamW for the rest",
-        choices=("adamw", "adamw_8bit", "muon"),
-    )
-    learning_rate: float = option(1e-4, "peak learning rate", minimum=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the first and second moments", minimum=0, maximum=1)
-    eps: float = option(1e-8, "added to the root of the second moment", above=0)
-    momentum: float = option(0.95, "of 'muon'", minimum=0, maximum=1)
-    muon_dtype: str = option("bfloat16", "of the products by which 'muon' orthogonalises", choices=DTYPES)
-    weight_decay: float = option(0.0, "decoupled decay of the matrices; norms and biases have none", minimum=0)
-    max_grad_norm: float = option(1.0, "the gradient's global 2-norm is clipped to this; 0 does not clip", minimum=0)
-    warmup_steps: int = option(0, "optimizer steps of linear warm-up from 0", minimum=0)
-    decay: str = option("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine"))
-    final_fraction: float = option(0.1, "learning rate at the last step over its peak", minimum=0, maximum=1)
-
-    def __post_init__(self) -> None:
-        check_section(self, "optimizer")
-        plain = OptimizerConfig.__dataclass_fields__
-        for option_name in ("momentum", "muon_dtype"):
-            value = getattr(self, option_name)
-            if self.name != "muon" and value != plain[option_name].default:
-                raise ValueError(
-                    f"optimizer.{option_name} = {value!r} has no effect with optimizer.name = {self.name!r}; leave it "
-                    "out, or set the name to 'muon'"
-                )
 
 
 @dataclass(frozen=True)

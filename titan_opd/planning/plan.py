@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from titan_opd.checkpoint import model_folder
 from titan_opd.config import Config
 from titan_opd.config.schema import RolloutConfig, TeacherConfig
@@ -22,6 +24,8 @@ from titan_opd.planning.parts import Grid, divide, whole_shapes
 from titan_opd.planning.roles import Answers, RoleWork, rollout_work, teacher_work, trainer_work
 from titan_opd.rollout.stream import PREFILL_TOKENS
 from titan_opd.schedule import ScheduleRules
+from titan_opd.weights.pieces import WeightSpec
+from titan_opd.weights.quantization import quantized_specs
 
 MIB = 2**20
 
@@ -139,7 +143,7 @@ def make_plan(
         layouts=layouts,
         memory=tuple(_memory(config, student, teacher, step, answers, grid)),
         traffic=tuple(step_traffic(student, work, grid, **sections, numbers=numbers, dense=dense)),
-        weight_bytes=num_parameters * ITEMSIZE[config.rollout.dtype],
+        weight_bytes=_weight_bytes(config, student, config.rollout.quantization),
         score_bytes=rows * row_scores if teacher else 0,
         flops_per_token=model_flops_per_token(student, answers.inputs),
         roles=tuple(_roles(config, student, teacher, answers, num_processes, num_parameters)),
@@ -238,10 +242,17 @@ def _memory(
     return found
 
 
+def _weight_bytes(config: Config, student: DecoderConfig, quantization: str) -> int:
+    dtype = getattr(torch, config.rollout.dtype)
+    specs = {name: WeightSpec(shape, dtype) for name, shape in whole_shapes(student).items()}
+    return sum(spec.num_bytes for spec in quantized_specs(specs, quantization).values())
+
+
 def _engine(config: Config, student: DecoderConfig, answers: Answers) -> ProcessMemory:
     """Of the native engine, or what vLLM is told to take."""
     itemsize = ITEMSIZE[config.rollout.dtype]
-    weights = sum(math.prod(shape) for shape in whole_shapes(student).values()) * itemsize
+    # vLLM stores what quantised weights stand for.
+    weights = _weight_bytes(config, student, config.rollout.quantization if config.rollout.engine != "vllm" else "none")
     # Room is made for the longest answers, however long they are.
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     positions = min(longest, student.max_position_embeddings)

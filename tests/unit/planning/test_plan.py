@@ -179,3 +179,18 @@ def test_figures_of_ones_own_replace_the_datasheets():
     own = pick_device("h100", flops=500, bandwidth=2000)
     assert (own.flops, own.bandwidth) == (5e14, 2e12)
     assert "figures given" in own.name
+
+
+@pytest.mark.parametrize(("engine", "stores_8_bits"), [("native", True), ("vllm", False)])
+def test_quantised_weights_travel_in_8_bits_and_are_stored_so_by_the_native_engine(
+    toml, tmp_path, engine, stores_8_bits
+):
+    options = ("--world", "1", "--rollout.engine", engine)
+    plain, found = (plan(toml, tmp_path, *options, "--rollout.quantization", one) for one in ("none", "int8"))
+    layers, hidden, intermediate = 2, STUDENT["hidden_size"], STUDENT["intermediate_size"]
+    held = [one["memory"][0]["resident"]["engine's weights"] for one in (plain, found)]
+    assert held[0] == plain["weight_bytes"]
+    assert held[1] == (found if stores_8_bits else plain)["weight_bytes"]
+    # At least the three matrices of each feed-forward layer, 3 bytes a number less and 4 bytes a row more.
+    rows = 2 * intermediate + hidden
+    assert plain["weight_bytes"] - found["weight_bytes"] >= layers * (3 * 3 * hidden * intermediate - 4 * rows)

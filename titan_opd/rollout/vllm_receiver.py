@@ -174,18 +174,18 @@ class Receiver:
 
 
 def refresh_tied_head(model: nn.Module, device: torch.device) -> None:
-    """Pack an output projection that is tied to the embedding anew, for a CPU's products with the vocabulary.
+    """Let an output projection that is tied to the embedding use the embedding's product with the vocabulary, on a CPU.
 
-    There vLLM keeps a packed copy of it. The layerwise reload writes the embedding and leaves that copy: the engine
-    would read with new weights and write with old ones.
+    There vLLM packs the weights of each for it. The layerwise reload packs those of the embedding anew and leaves the
+    other's as they are: the engine would read with new weights and write with old ones.
     """
     if device.type != "cpu":
         return
-    heads = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    embeddings = {id(module.weight): module for module in reversed(heads)}  # the first that has a weight
-    for module in heads:
-        if embeddings[id(module.weight)] is not module:
-            module.quant_method.process_weights_after_loading(module)
+    embeddings: dict[int, VocabParallelEmbedding] = {}
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            first = embeddings.setdefault(id(module.weight), module)
+            module.cpu_linear = first.cpu_linear  # a function of the packed weights and the input, not of the module
 
 
 def _own_rows(name: str, tensor: Tensor, num_tokens: int) -> Tensor:

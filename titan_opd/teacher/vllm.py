@@ -2,8 +2,8 @@
 
 vLLM's V2 model runner, that of GPUs, gives the log-probabilities of given ids at each place. The one on a CPU (V1)
 gives those of a text's own tokens and of the k most likely ones, so ids that somebody else chose are looked for among
-the k, by id. The mass outside the returned ids is what is left of 1, which rounding of float32 makes inexact where it is
-below about 1e-6.
+the k, by id. The mass outside the returned ids is what is left of 1, which rounding of float32 makes inexact where it
+is below about 1e-6.
 
 Shape suffixes: N response tokens, K candidates a token, F ids that vLLM returns at a token.
 """

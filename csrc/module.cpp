@@ -7,6 +7,9 @@
 
 STABLE_TORCH_LIBRARY(titan_opd, library) {
   titan_opd::define_operators(library);
+  // titan_opd/ops/digests.py, of which other devices have the reference: [number of tensors] int64.
+  library.def("multi_copy_digests(Tensor[] sources, Tensor(a!)[] destinations, str? isa=None) -> Tensor");
+  library.def("multi_digest(Tensor[] tensors, str? isa=None) -> Tensor");
   // The kernel that `isa=None` takes on this machine.
   library.def("cpu_isa() -> str");
 }

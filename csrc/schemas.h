@@ -33,9 +33,6 @@ void define_operators(Library& library) {
       " int? vocab_size=None, str? isa=None) -> ()");
   // titan_opd/ops/multi_copy.py
   library.def("multi_copy(Tensor[] sources, Tensor(a!)[] destinations, str? isa=None) -> ()");
-  // titan_opd/ops/digests.py; on the CPU only. [number of tensors] int64
-  library.def("multi_copy_digests(Tensor[] sources, Tensor(a!)[] destinations, str? isa=None) -> Tensor");
-  library.def("multi_digest(Tensor[] tensors, str? isa=None) -> Tensor");
   // titan_opd/ops/topk_logprobs.py
   library.def(
       "topk_logprobs(Tensor logits, int k, int vocab_start=0, int? vocab_size=None, Tensor? inverse_temperature=None,"

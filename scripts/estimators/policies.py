@@ -118,7 +118,7 @@ def train_chain(config: Config, world: World) -> PolicyChain:
             learner.step(learner.with_proximal_policy(batches), current_version=version)
             schedule.publish(version + 1)
     assert parts.teacher is not None
-    return PolicyChain(policies, last, _copy(parts.teacher).requires_grad_(False), parts, config)
+    return PolicyChain(policies, last, _copy(parts.teacher.decoder).requires_grad_(False), parts, config)
 
 
 def without_scores(trajectories: Sequence[Trajectory]) -> PackedBatch:

@@ -26,7 +26,6 @@ from titan_opd.models import Decoder
 from titan_opd.parallel import open_world
 from titan_opd.rollout import NativeEngine, Recording
 from titan_opd.rollout.vllm_stream import VllmStream
-from titan_opd.rollout.vllm_weights import Bucket
 from titan_opd.weights.errors import LayoutError, VerificationError
 
 pytestmark = needs_vllm
@@ -348,8 +347,8 @@ def test_a_byte_flipped_in_shared_memory_is_found(
     stream.submit(make_samples(2), LONG)
     bucket = stream._process.bucket
 
-    def fill(tensors: list) -> Iterator[list]:
-        for layout in Bucket.fill(bucket, tensors):
+    def fill(pieces: list) -> Iterator[list]:
+        for layout in type(bucket).fill(bucket, pieces):
             name, _, _, begin = layout[0]
             bucket._bytes[begin + 5] ^= 1 << 2 if name == "model.embed_tokens.weight" else 0
             yield layout

@@ -216,7 +216,7 @@ class _Launcher:
             PayloadFetcher(self._transport, name=f"trainer-{self._world.rank}"),
             publisher,
             probe=build_probe(config, self._parts),
-            teacher_weight=teacher.lm_head_weight if dense and teacher is not None else None,
+            teacher_weight=teacher.decoder.lm_head_weight if dense and teacher is not None else None,
             check=self._check,
             ask_report=self._ask_report,
             clock=clock,

@@ -14,6 +14,8 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,12 +61,22 @@ class LayerwiseUpdate:
         self._num_tokens = config.model_config.get_vocab_size()
         self._dequantizer = Dequantizer(config.model_config.dtype)
         self._is_open = False
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weight-digests")
+        self._being_read: list[tuple[list[str], Future[list[int]]]] = []
+
+    @contextmanager
+    def _inside_vllm(self) -> Iterator[None]:
+        # On a CPU new tensors are there anyway, and saying so slows down each of thousands of calls.
+        device = nullcontext() if self._device.type == "cpu" else torch.device(self._device)
+        with device, set_current_vllm_config(self._config):
+            yield
 
     def begin(self) -> None:
         """Begin an update, after one that broke off too."""
         self.digests = {}
+        self._being_read = []
         self._dequantizer = Dequantizer(self._config.model_config.dtype)
-        with torch.device(self._device), set_current_vllm_config(self._config):
+        with self._inside_vllm():
             if self._is_open:  # vLLM would go on with it
                 finalize_layerwise_reload(self._model, self._config.model_config)
             initialize_layerwise_reload(self._model)
@@ -72,25 +84,31 @@ class LayerwiseUpdate:
 
     def take(self, pieces: Sequence[Piece]) -> None:
         """Take some of the tensors, whole; those that do not stay are copied."""
-        with torch.device(self._device), set_current_vllm_config(self._config):
+        with self._inside_vllm():
             named = self._dequantizer.values(self._kept(pieces))
             self._model.load_weights((name, _own_rows(name, tensor, self._num_tokens)) for name, tensor in named)
 
     def _kept(self, pieces: Sequence[Piece]) -> list[tuple[str, Tensor]]:
-        """The tensors in memory that vLLM can keep until their layers are complete; notes their digests."""
+        """The tensors in memory that vLLM can keep until their layers are complete.
+
+        Their digests are taken too, of those that stay in another thread, beside vLLM's own work.
+        """
         staying = {piece.name: piece.tensor for piece in pieces if piece.stays and piece.tensor.device == self._device}
         moving = [piece for piece in pieces if piece.name not in staying]
         copies = [torch.empty_like(piece.tensor, device=self._device) for piece in moving]
-        names = [*staying, *(piece.name for piece in moving)]
-        digests = [*multi_digest([*staying.values()]), *copy_all_digested([piece.tensor for piece in moving], copies)]
-        self.digests |= zip(names, digests, strict=True)
-        return list(zip(names, [*staying.values(), *copies], strict=True))
+        names = [piece.name for piece in moving]
+        self._being_read.append((list(staying), self._reader.submit(multi_digest, list(staying.values()))))
+        self.digests |= zip(names, copy_all_digested([piece.tensor for piece in moving], copies), strict=True)
+        return [*staying.items(), *zip(names, copies, strict=True)]
 
     def finish(self) -> None:
         """All tensors have been taken: the model computes with them from now on."""
-        with torch.device(self._device), set_current_vllm_config(self._config):
+        with self._inside_vllm():
             finalize_layerwise_reload(self._model, self._config.model_config)
             refresh_tied_head(self._model, self._device)
+        for names, digests in self._being_read:
+            self.digests |= zip(names, digests.result(), strict=True)
+        self._being_read = []
         self._is_open = False
 
 

@@ -7,7 +7,6 @@ back; another gets whole tensors, those that this process has whole anyway as th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -85,17 +84,14 @@ class DirectDelivery:
         about = {"version": version, "worker": self._worker}
         check_layout(self._source.specs, target.weight_specs(), **about)
         sent: dict[str, int] = {}
-        reading: list[tuple[list[str], Future[list[int]]]] = []
-        with ThreadPoolExecutor(1) as reader, target.update_weights(version) as update:
+        with target.update_weights(version) as update:
             fingerprints = {name: update.fingerprint(name) for name in self._source.specs if self._checks.digest}
             for pieces in self._whole_tensors():
-                if self._checks.digest:  # beside the engine's packing
-                    tensors = [piece.tensor for piece in pieces]
-                    reading.append(([piece.name for piece in pieces], reader.submit(multi_digest, tensors)))
+                if self._checks.digest:
+                    digests = multi_digest([piece.tensor for piece in pieces])
+                    sent |= zip((piece.name for piece in pieces), digests, strict=True)
                 update.write(pieces)
             update.finish()
-            for names, digests in reading:
-                sent |= zip(names, digests.result(), strict=True)
             check_written(update, sent, fingerprints, previous=self._previous, **about)
             gap = check_probe(probe, update, **about) if self._checks.probe and probe is not None else None
         self._previous = sent

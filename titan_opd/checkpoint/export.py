@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from titan_opd.checkpoint.folder import discard_folder, finish_folder, flush, partial_folder, start_folder
+from titan_opd.checkpoint.folder import atomic_folder, flush
 from titan_opd.checkpoint.together import Together
 from titan_opd.errors import StorageError
 from titan_opd.models import DecoderConfig, ModelFiles, read_weights
@@ -37,32 +37,24 @@ def export_model(
         raise ValueError(f"{str(output)!r} exists already; name a new folder, nothing is overwritten")
     config = DecoderConfig.from_directory(checkpoint)
     files = ModelFiles(config, dtype, num_processes=world.size, max_file_bytes=max_file_bytes)
-    folder = partial_folder(output)
     together = Together()
     own = files.files_of(world.rank)
     weights = read_weights(checkpoint, config, names=[name for file in own for name in files.names[file]])
 
-    def write_files() -> None:
+    def write_files(folder: Path) -> None:
         for file in own:
             flush(files.write(folder, file, {name: files.cast(next(weights)[1]) for name in files.names[file]}))
 
-    def finish() -> None:
+    def write_the_rest(folder: Path) -> None:
         files.write_index(folder)
         for file in sorted(checkpoint.iterdir()):
             if file.is_file() and not file.name.startswith(("config.json", "model")):
                 shutil.copy2(file, folder / file.name)
-        finish_folder(output)
 
     world.barrier()  # all have looked whether `output` exists
     try:
-        together.main_alone(lambda: start_folder(output))
-        together.all(write_files)
-        together.main_alone(finish)
-    except BaseException as error:
-        if world.is_main:
-            discard_folder(output)
-        if isinstance(error, StorageError):
-            raise StorageError(
-                f"the model could not be written to {output} ({error}); nothing is left there"
-            ) from error
-        raise
+        with atomic_folder(output, together) as folder:
+            together.all(lambda: write_files(folder))
+            together.main_alone(lambda: write_the_rest(folder))
+    except StorageError as error:
+        raise StorageError(f"the model could not be written to {output} ({error}); nothing is left there") from error

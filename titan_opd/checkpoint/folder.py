@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titan_opd.checkpoint.together import Together
+
 CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints, within the run's folder
 _NAME = re.compile(r"step-(\d+)")
 _PARTIAL, _DELETED = ".partial", ".deleted"  # what follows the name of a folder that is not whole yet, or any more
@@ -79,13 +81,24 @@ def discard_folder(final: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder beside `final` that takes its name when the block ends; after an error nothing is left."""
+def atomic_folder(final: Path, together: Together) -> Iterator[Path]:
+    """A temporary folder beside `final` that takes its name when the block ends; after an error nothing is left.
+
+    Args:
+        final: does not exist yet.
+        together: the processes that fill it, and which all enter and leave the block. An error in one that the others
+            are not told of in the block leaves them waiting.
+
+    Raises:
+        StorageError: in all processes, when the folder cannot be made or named.
+    """
     try:
-        yield start_folder(final)
-        finish_folder(final)
+        together.main_alone(lambda: start_folder(final))
+        yield partial_folder(final)
+        together.main_alone(lambda: finish_folder(final))
     except BaseException:
-        discard_folder(final)
+        if together.is_main:
+            discard_folder(final)
         raise
 
 

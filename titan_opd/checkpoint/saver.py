@@ -26,14 +26,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from titan_opd.checkpoint.folder import (
+    atomic_folder,
     checkpoint_folder,
     checkpoint_steps,
-    discard_folder,
-    finish_folder,
     flush,
-    partial_folder,
     remove_old_checkpoints,
-    start_folder,
 )
 from titan_opd.checkpoint.together import Together
 from titan_opd.checkpoint.trainer import SAMPLES_FILE, STATE_FILE, TRAINER, optimizer_state
@@ -172,29 +169,23 @@ class CheckpointSaver:
         samples: Sequence[ScoredTrajectory],
     ) -> None:
         final = checkpoint_folder(self._run_directory, step)
-        folder = partial_folder(final)
         together = self._together
 
-        def finish() -> None:
+        def write_the_rest(folder: Path) -> None:
             self._files.write_index(folder)
             self._tokenizer.save_pretrained(folder)  # which reads it and changes nothing: others may use it meanwhile
             (folder / TRAINER / STATE_FILE).write_text(state)
             if samples:
                 write_samples(folder / TRAINER / SAMPLES_FILE, samples)
             flush(self._run_directory)  # the names of the logs and of the folder of checkpoints
-            finish_folder(final)
 
         try:
-            together.main_alone(lambda: start_folder(final))
-            together.all(lambda: write_student(folder))
-            together.all(lambda: dcp.save(optimizer, checkpoint_id=folder / TRAINER, process_group=self._group))
-            together.main_alone(finish)
-        except BaseException as error:
-            if together.is_main:
-                discard_folder(final)
-            if isinstance(error, StorageError):
-                raise StorageError(self._not_written(step, error)) from error
-            raise
+            with atomic_folder(final, together) as folder:
+                together.all(lambda: write_student(folder))
+                together.all(lambda: dcp.save(optimizer, checkpoint_id=folder / TRAINER, process_group=self._group))
+                together.main_alone(lambda: write_the_rest(folder))
+        except StorageError as error:
+            raise StorageError(self._not_written(step, error)) from error
         together.main_alone(lambda: remove_old_checkpoints(self._run_directory, self._config.keep))
 
     def _write_student(self, folder: Path) -> None:

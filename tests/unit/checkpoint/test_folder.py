@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from titan_opd.checkpoint import checkpoint_steps, model_folder, pick_checkpoint, remove_remains, write_file
 from titan_opd.checkpoint.folder import atomic_folder, checkpoint_folder, remove_old_checkpoints
+from titan_opd.checkpoint.together import Together
+from titan_opd.parallel import open_world
 
 
 def make_checkpoints(run, steps, suffix=""):
@@ -22,9 +24,15 @@ def make_checkpoints(run, steps, suffix=""):
         (folder / "trainer" / "state.json").write_text("{}")
 
 
-def test_an_atomic_folder_has_its_name_after_the_block_only(tmp_path):
+@pytest.fixture
+def together():
+    with open_world():
+        yield Together()
+
+
+def test_an_atomic_folder_has_its_name_after_the_block_only(tmp_path, together):
     final = tmp_path / "deep" / "folder"
-    with atomic_folder(final) as folder:
+    with atomic_folder(final, together) as folder:
         (folder / "file").write_text("content")
         assert not final.exists()
     assert [path.name for path in final.parent.iterdir()] == ["folder"]
@@ -32,9 +40,9 @@ def test_an_atomic_folder_has_its_name_after_the_block_only(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_an_error_leaves_nothing(tmp_path, error):
+def test_an_error_leaves_nothing(tmp_path, together, error):
     def fail():
-        with atomic_folder(tmp_path / "folder") as folder:
+        with atomic_folder(tmp_path / "folder", together) as folder:
             (folder / "file").write_text("content")
             raise error
 
@@ -43,10 +51,10 @@ def test_an_error_leaves_nothing(tmp_path, error):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_does_not_get_into_the_folder(tmp_path):
+def test_what_a_killed_process_left_does_not_get_into_the_folder(tmp_path, together):
     (tmp_path / "folder.partial").mkdir()
     (tmp_path / "folder.partial" / "old").write_text("half")
-    with atomic_folder(tmp_path / "folder") as folder:
+    with atomic_folder(tmp_path / "folder", together) as folder:
         (folder / "new").write_text("content")
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["new"]
 
@@ -71,9 +79,9 @@ def disk_order(monkeypatch):
     return order
 
 
-def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, disk_order):
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, together, disk_order):
     """A power failure must not leave the name without the files."""
-    with atomic_folder(tmp_path / "folder") as folder:
+    with atomic_folder(tmp_path / "folder", together) as folder:
         (folder / "inner").mkdir()
         for name in ("file", "inner/file"):
             (folder / name).write_text("content")

@@ -11,7 +11,7 @@ from tests.helpers.arithmetic import VOCAB_SIZE, make_decoder
 from tests.helpers.runs import assert_equal, model_bytes, optimizer_state
 from tests.helpers.trajectories import make_trajectories
 from tests.unit.checkpoint.learners import STATE, Failing, make_learner, make_saver, train
-from titan_opd.checkpoint import checkpoint_steps, load_samples, saver
+from titan_opd.checkpoint import checkpoint_steps, folder, load_samples
 from titan_opd.errors import StorageError
 from titan_opd.parallel import open_world
 from titan_opd.teacher import LabelScorer
@@ -33,13 +33,13 @@ def learner(world):
 @pytest.fixture
 def gate(monkeypatch):
     """Writing begins when it is set."""
-    gate, start_folder = threading.Event(), saver.start_folder
+    gate, start_folder = threading.Event(), folder.start_folder
 
     def wait_and_start(final):
         assert gate.wait(60)
         return start_folder(final)
 
-    monkeypatch.setattr(saver, "start_folder", wait_and_start)
+    monkeypatch.setattr(folder, "start_folder", wait_and_start)
     yield gate
     gate.set()
 

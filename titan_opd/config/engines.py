@@ -12,6 +12,19 @@ from titan_opd.config.options import check_section, option
 
 DTYPES = ("float32", "bfloat16")
 
+# The options of worker processes, the same for those that write and those that score.
+_WORKERS = {
+    "default": 0,
+    "doc": "worker processes that `titan-opd train` starts on this machine, and starts anew when they die",
+    "minimum": 0,
+}
+_PYTHON = {
+    "default": "",
+    "doc": "interpreter of these workers, such as '.venv-vllm/bin/python'; empty: the one that runs the trainer",
+}
+_CORES = {"default": (), "doc": "cores of each of these workers, such as ['0-3', '4-7']; empty: any"}
+_DEVICES = {"default": (), "doc": "the CUDA device of each of these workers; empty: any", "minimum": 0}
+
 
 def check_workers(section: TeacherConfig | RolloutConfig, name: str) -> None:
     """Raise a ValueError when cores or devices do not belong to the workers that are started."""
@@ -130,14 +143,10 @@ class TeacherConfig:
         "scores are made in the trainer's processes, or in worker processes that dial in",
         choices=("colocated", "workers"),
     )
-    workers: int = option(
-        0, "worker processes that `titan-opd train` starts on this machine, and starts anew when they die", minimum=0
-    )
-    python: str = option(
-        "", "interpreter of these workers, such as '.venv-vllm/bin/python'; empty: the one that runs the trainer"
-    )
-    cores: tuple[str, ...] = option((), "cores of each of these workers, such as ['0-3', '4-7']; empty: any")
-    devices: tuple[int, ...] = option((), "the CUDA device of each of these workers; empty: any", minimum=0)
+    workers: int = option(**_WORKERS)
+    python: str = option(**_PYTHON)
+    cores: tuple[str, ...] = option(**_CORES)
+    devices: tuple[int, ...] = option(**_DEVICES)
     fixed_shapes: bool = option(
         False, "scores that do not depend, to the last bit, on which answers are scored together; slower"
     )
@@ -199,14 +208,10 @@ class RolloutConfig:
         "answers are written in the trainer's processes, or in worker processes that dial in",
         choices=("colocated", "workers"),
     )
-    workers: int = option(
-        0, "worker processes that `titan-opd train` starts on this machine, and starts anew when they die", minimum=0
-    )
-    python: str = option(
-        "", "interpreter of these workers, such as '.venv-vllm/bin/python'; empty: the one that runs the trainer"
-    )
-    cores: tuple[str, ...] = option((), "cores of each of these workers, such as ['0-3', '4-7']; empty: any")
-    devices: tuple[int, ...] = option((), "the CUDA device of each of these workers; empty: any", minimum=0)
+    workers: int = option(**_WORKERS)
+    python: str = option(**_PYTHON)
+    cores: tuple[str, ...] = option(**_CORES)
+    devices: tuple[int, ...] = option(**_DEVICES)
     fixed_shapes: bool = option(
         False, "answers that do not depend, to the last bit, on which are written together; slower"
     )

@@ -15,7 +15,7 @@ from titan_opd.weights.pieces import Piece, copy_all, copy_all_digested
 
 
 class RowUpdate:
-    """Rows of parameters on their way into a decoder; a `titan_opd.weights.target.ChangingUpdate`.
+    """Rows of parameters on their way into a decoder; a `titan_opd.weights.target.RowsUpdate`.
 
     Args:
         decoder: is overwritten.

@@ -14,9 +14,9 @@ from torch import Tensor
 from titan_opd.ops import multi_digest
 from titan_opd.weights.manifest import Probe
 from titan_opd.weights.pieces import Piece, copy_all
-from titan_opd.weights.receiver import Checks, check_probe, check_written
+from titan_opd.weights.receiver import Checks, check_probe, check_written, stored_tensor
 from titan_opd.weights.source import Source
-from titan_opd.weights.target import WeightTarget, WeightUpdate
+from titan_opd.weights.target import WeightTarget
 from titan_opd.weights.verify import check_digests, check_layout
 
 
@@ -72,7 +72,7 @@ class DirectDelivery:
                     sent[key], places[key] = value, (piece.name, first, num_rows)
             update.finish()
             # Read when all is written: a parameter that lies on top of another one shows.
-            stored = [_stored(update, name).narrow(0, *rows) for name, *rows in places.values()]
+            stored = [stored_tensor(update, name).narrow(0, *rows) for name, *rows in places.values()]
             found = dict(zip(places, multi_digest(stored), strict=True))
             check_digests(sent, found, previous=self._previous, what="stored", **about)
             gap = check_probe(probe, update, **about) if self._checks.probe and probe is not None else None
@@ -118,9 +118,3 @@ class DirectDelivery:
                     whole.append(Piece(name, 0, begun.pop(name), stays=True))
             if whole:
                 yield whole
-
-
-def _stored(update: WeightUpdate, name: str) -> Tensor:
-    stored = update.stored(name)
-    assert stored is not None, f"an engine that takes rows can be read, and {name} cannot"
-    return stored.detach()

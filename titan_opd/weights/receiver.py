@@ -225,7 +225,7 @@ def put_in(
         about = {"version": version, "worker": worker}
         if checks.digest:
             readable = [name for name in sent if name not in fingerprints]
-            digests = multi_digest([_stored(update, name) for name in readable])
+            digests = multi_digest([stored_tensor(update, name) for name in readable])
             stored = dict(zip(readable, digests, strict=True))
             check_digests(sent, stored, previous=previous, what="stored", **about)
             check_written(update, {name: sent[name] for name in unreadable}, fingerprints, previous=previous, **about)
@@ -290,10 +290,11 @@ def check_probe(probe: Probe, update: WeightUpdate, *, version: int, worker: str
     return difference
 
 
-def _stored(update: WeightUpdate, name: str) -> Tensor:
+def stored_tensor(update: WeightUpdate, name: str) -> Tensor:
+    """A parameter as it is stored, of an engine whose storage can be read."""
     tensor = update.stored(name)
     assert tensor is not None, name
-    return tensor
+    return tensor.detach()
 
 
 def _next(buckets: Iterator[Tensor], manifest: Manifest, index: int) -> Tensor:

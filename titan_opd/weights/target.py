@@ -43,14 +43,18 @@ class ChangingUpdate(WeightUpdate, Protocol):
     """An update that can also be made of changes against the version that the engine has. Each parameter comes in one
     of three ways: by `write`, by `change` or by `keep`."""
 
-    def write_digested(self, pieces: Sequence[Piece]) -> list[int]:
-        """As `write`; returns the digest of each piece as it was cast, taken on the way."""
-
     def change(self, changes: Sequence[Change]) -> None:
         """Overwrite some elements of some parameters, each parameter once. Memory is reused as in `write`."""
 
     def keep(self, names: Sequence[str]) -> None:
         """These parameters stay as they are."""
+
+
+class RowsUpdate(ChangingUpdate, Protocol):
+    """An update of an engine that takes rows."""
+
+    def write_digested(self, pieces: Sequence[Piece]) -> list[int]:
+        """As `write`; returns the digest of each piece as it was cast, taken on the way."""
 
 
 @runtime_checkable
@@ -59,7 +63,7 @@ class WeightTarget(Protocol):
 
     Attributes:
         takes_rows: `write` takes rows of a parameter in any order, `stored` reads all of them, and an update is a
-            `ChangingUpdate`. Otherwise it is given whole parameters only, and says what it wrote by `written_digests`.
+            `RowsUpdate`. Otherwise it is given whole parameters only, and says what it wrote by `written_digests`.
     """
 
     takes_rows: bool

@@ -34,10 +34,11 @@ from typing import Any
 
 import torch
 from bench_gather_stats import cpu_model, spread
+from bench_rollout import SMOLLM2_135M
 
 from titan_opd.channel import Address, PayloadFetcher, PayloadStore, ZmqTransport
 from titan_opd.config.schema import RolloutConfig, RolloutVllmConfig
-from titan_opd.models import Decoder, DecoderConfig, save_decoder
+from titan_opd.models import Decoder, save_decoder
 from titan_opd.rollout import NativeEngine
 from titan_opd.weights.direct import DirectDelivery
 from titan_opd.weights.publisher import WeightPublisher
@@ -52,17 +53,6 @@ from titan_opd.weights.transports import (
     SharedMemoryOutlet,
 )
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
 BUCKET_BYTES = 64 << 20
 NOTHING, DIGEST = Checks(digest=False, probe=False), Checks(digest=True, probe=False)
 WARMUP = 2
@@ -72,14 +62,14 @@ TRANSPORTS = ("in_process", "shared_memory", "channel", "process_group")
 
 
 def make_decoder(dtype: torch.dtype) -> Decoder:
-    decoder = Decoder(DecoderConfig.from_dict(SMOLLM2))
+    decoder = Decoder(SMOLLM2_135M)
     decoder.init_weights(torch.Generator().manual_seed(0))
     return decoder.to(dtype).requires_grad_(False)
 
 
 def make_engine(dtype: torch.dtype) -> NativeEngine:
     config = RolloutConfig(max_concurrent=1)
-    vocab_size = SMOLLM2["vocab_size"]
+    vocab_size = SMOLLM2_135M.vocab_size
     return NativeEngine(
         make_decoder(dtype), config=config, stop_ids=(), vocab_size=vocab_size, max_prompt_tokens=8, seed=0
     )
@@ -241,7 +231,7 @@ def measure_vllm(decoder: Decoder, rounds: int) -> Times:
         decoder.config,
         config=RolloutConfig(engine="vllm", max_concurrent=1, vllm=RolloutVllmConfig(kv_cache_mb=64)),
         stop_ids=(),
-        vocab_size=SMOLLM2["vocab_size"],
+        vocab_size=SMOLLM2_135M.vocab_size,
         max_prompt_tokens=8,
         max_new_tokens=8,
         seed=0,

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from bench_rollout import SMOLLM2_135M
 from torch.profiler import ProfilerActivity, profile
 
 from titan_opd.config.objective import Objective
@@ -38,17 +39,6 @@ from titan_opd.planning.activations import Workload
 from titan_opd.planning.memory import StepMemory
 from titan_opd.planning.parts import Grid
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
 K = 64
 OBJECTIVE = Objective(kind="forward_kl", support="teacher_topk", tail="bucket")
 MIB = 2**20
@@ -225,7 +215,7 @@ def main() -> None:
         for mode in options.modes:
             for dtype in options.dtypes:
                 training = TrainingConfig(steps=1, recompute_activations=mode, compute_dtype=dtype)
-                case = Case(SMOLLM2, tuple(lengths), training, num_processes=num_processes)
+                case = Case(SMOLLM2_135M.to_dict(), tuple(lengths), training, num_processes=num_processes)
                 predicted, counted = predict(case), in_processes("measure_allocations", case)
                 row = [f"{num_processes}, {mode}, {dtype}", f"{predicted / MIB:.0f}", f"{counted / MIB:.0f}"]
                 row.append(f"{predicted / counted:.3f}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_opd.models import Decoder
 from titan_opd.rollout.row_update import RowUpdate
 from titan_opd.weights.pieces import WeightSpec
-from titan_opd.weights.quantization import is_scale, quantize_rows, scale_name
+from titan_opd.weights.quantization import is_scale, quantized_tensors, scale_name
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -73,9 +73,8 @@ class InPlaceUpdate:
         if scale_name(name) not in self._parameters:
             parameter.copy_(tensor)
             return
-        weight, scale = quantize_rows(tensor.detach().to(self._dtype), parameter.dtype)
-        parameter.copy_(weight)
-        self._parameters[scale_name(name)].copy_(scale)
+        for stored, value in quantized_tensors(name, tensor.detach().to(self._dtype), parameter.dtype):
+            self._parameters[stored].copy_(value)
 
     @contextmanager
     def open(self, version: int, *, vocab_size: int) -> Iterator[RowUpdate]:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from titan_opd.models import Decoder, DecoderConfig
+from titan_opd.ops import multi_digest
 from titan_opd.rollout.engine import check_version
 from titan_opd.rollout.update import NamedTensors, WeightChecks
 from titan_opd.rollout.vllm_receiver import bucket_tensors, map_file
 from titan_opd.weights.pieces import Piece, WeightSpec
-from titan_opd.weights.quantization import TYPES, is_quantized, quantize_rows, quantized_specs, scale_name
-from titan_opd.weights.verify import check_digests, digest
+from titan_opd.weights.quantization import TYPES, is_quantized, quantized_specs, quantized_tensors
+from titan_opd.weights.verify import check_digests
 
 BUCKET_BYTES = 64 << 20  # a larger tensor has a bucket of its own
 _ALIGNMENT = 64
@@ -135,7 +136,8 @@ class VllmWeights:
         sent: dict[str, int] = {}
         with self.open(version) as update:
             for group in _groups(self._checked(named_tensors, version), BUCKET_BYTES):
-                sent |= {name: digest(tensor) for name, tensor in group}
+                names, tensors = zip(*group, strict=True)
+                sent |= zip(names, multi_digest(tensors), strict=True)
                 update.write([Piece(name, 0, tensor) for name, tensor in group])
             update.finish()
             check_digests(
@@ -149,9 +151,8 @@ class VllmWeights:
             cast = tensor.detach().to(self._dtype)
             if self._quantization == "none" or not is_quantized(name):
                 yield name, cast
-                continue
-            weight, scale = quantize_rows(cast, TYPES[self._quantization])
-            yield from ((name, weight), (scale_name(name), scale))
+            else:
+                yield from quantized_tensors(name, cast, TYPES[self._quantization])
         checks.finish()
 
 

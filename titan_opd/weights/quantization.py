@@ -74,6 +74,17 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return quantized, scale
 
 
+def quantized_tensors(name: str, weight: Tensor, dtype: torch.dtype) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
+    """What a parameter travels and is stored as, by name: the weight in 8 bits, and its scales.
+
+    Args:
+        name: of the parameter.
+        weight, dtype: of `quantize_rows`.
+    """
+    quantized, scale = quantize_rows(weight, dtype)
+    return (name, quantized), (scale_name(name), scale)
+
+
 @torch.no_grad()
 def dequantize_rows(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, columns] q * scale, multiplied in float32 and rounded to `dtype`.

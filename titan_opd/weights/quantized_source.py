@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_opd.weights.pieces import Piece, WeightSpec
-from titan_opd.weights.quantization import TYPES, is_quantized, quantize_rows, quantized_specs, scale_name
+from titan_opd.weights.quantization import TYPES, is_quantized, quantized_specs, quantized_tensors
 from titan_opd.weights.source import WeightSource
 
 
@@ -38,6 +38,5 @@ class QuantizedSource:
 
     def _quantized(self, piece: Piece) -> list[Piece]:
         cast = piece.tensor.to(self._source.specs[piece.name].dtype)
-        weight, scale = quantize_rows(cast, self._dtype)
-        places = ((piece.name, weight), (scale_name(piece.name), scale))
-        return [Piece(name, piece.first_row, tensor, stays=True) for name, tensor in places]
+        tensors = quantized_tensors(piece.name, cast, self._dtype)
+        return [Piece(name, piece.first_row, tensor, stays=True) for name, tensor in tensors]

@@ -55,7 +55,8 @@ class _RMSNorm(torch.autograd.Function):
         x, weight_H, scale = ctx.saved_tensors
         normalised = x.to(scale.dtype) * scale
         grad = grad.to(scale.dtype)
-        grad_weight_H = torch.einsum("th,th->h", grad.flatten(0, -2), normalised.flatten(0, -2))
+        # Not einsum("th,th->h"), which on the CPU is a product of a row and a column for every h.
+        grad_weight_H = (grad * normalised).flatten(0, -2).sum(0)
         grad_normalised = grad * weight_H
         along_x = torch.linalg.vecdot(grad_normalised, normalised).div_(x.shape[-1]).unsqueeze_(-1)
         grad_x = grad_normalised.sub_(normalised.mul_(along_x)).mul_(scale)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from titan_opd.models.keys import Keys
 
@@ -61,8 +62,31 @@ def rope_cos_sin(
 
 def rotate(heads_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     """Turn each pair (d, d + D/2) of a head by its position's angle, Hugging Face's pairing."""
+    return _Rotation.apply(heads_TND, cos_T1F, sin_T1F)
+
+
+class _Rotation(torch.autograd.Function):
+    """Four passes over half a head each, and no joining copy; turned back, the gradient is that of what was turned."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, heads_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_T1F, sin_T1F)
+        return _turned(heads_TND, cos_T1F, sin_T1F)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_TND: Tensor) -> tuple[Tensor, None, None]:
+        cos_T1F, sin_T1F = ctx.saved_tensors
+        return _turned(grad_TND, cos_T1F, -sin_T1F), None, None
+
+
+def _turned(heads_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+    turned_TND = torch.empty_like(heads_TND)
     first_TNF, second_TNF = heads_TND.chunk(2, dim=-1)
-    return torch.cat((first_TNF * cos_T1F - second_TNF * sin_T1F, second_TNF * cos_T1F + first_TNF * sin_T1F), dim=-1)
+    first_turned_TNF, second_turned_TNF = turned_TND.chunk(2, dim=-1)
+    torch.mul(first_TNF, cos_T1F, out=first_turned_TNF).addcmul_(second_TNF, sin_T1F, value=-1)
+    torch.mul(second_TNF, cos_T1F, out=second_turned_TNF).addcmul_(first_TNF, sin_T1F)
+    return turned_TND
 
 
 def read_rope(keys: Keys, max_position_embeddings: int) -> tuple[float, Llama3Scaling | None]:

@@ -2,8 +2,9 @@
 
 Counted from the operations of `models/decoder.py` as they are: an RMSNorm keeps its input and one number a row, the
 rotation nothing but the cosines, attention its operands, its result and one number a row and head, a projection its
-input. Inputs of projections that are made again in the backward pass (`models/activations.py`) are not kept; they are
-where PyTorch's tensor-parallel styles wrap them, and within a layer that is computed again as a whole.
+input. Sequences so short that attention pads them (`models/attention.py`, on the CPU) keep up to 7 rows more each,
+which are not counted. Inputs of projections that are made again in the backward pass (`models/activations.py`) are not
+kept; they are where PyTorch's tensor-parallel styles wrap them, and within a layer that is computed again as a whole.
 
 Shape letters: T packed tokens, H hidden, N query heads, M key-value heads, D dimensions of a head, I intermediate.
 """

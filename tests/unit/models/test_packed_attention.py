@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titan_opd.models import PackedAttention, attention_backend
+from titan_opd.models import PackedAttention, attention, attention_backend
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
@@ -32,19 +32,39 @@ def random_heads(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: i
 @settings(deadline=None, max_examples=50)
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(any),
+    short=st.sampled_from([0, 8 * 80, attention.SHORT]),  # none of the sequences padded, some, all
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     head_dim=st.sampled_from([2, 16, 20]),
 )
-def test_output_and_gradients_are_those_of_the_formula(lengths, heads, head_dim):
+def test_output_and_gradients_are_those_of_the_formula(lengths, short, heads, head_dim):
     inputs = random_heads(sum(lengths), *heads, head_dim)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    output = PackedAttention(cu_seqlens, max(lengths))(0, *inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "SHORT", short)
+        output = PackedAttention(cu_seqlens, max(lengths))(0, *inputs)
     expected = formula(*inputs, lengths)
     torch.testing.assert_close(output, expected, atol=1e-10, rtol=1e-10)
     probe = torch.arange(output.numel()).view_as(output) / output.numel()
     gradients = torch.autograd.grad((output * probe).sum(), inputs)
     for gradient, wanted in zip(gradients, torch.autograd.grad((expected * probe).sum(), inputs), strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-10, rtol=1e-10)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    position=st.integers(0, 5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_sequence_does_not_depend_on_what_it_is_packed_with(lengths, position, dtype):
+    """To the bit: neither alone nor beside others, in whatever order, is it written or scored differently."""
+    position %= len(lengths)
+    inputs = [tensor.detach().to(dtype) for tensor in random_heads(sum(lengths), 4, 2, 32)]
+    start = sum(lengths[:position])
+    own = [tensor[start : start + lengths[position]] for tensor in inputs]
+    together = PackedAttention(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))(0, *inputs)
+    alone = PackedAttention(torch.tensor([0, lengths[position]]).int(), lengths[position])(0, *own)
+    assert torch.equal(together[start : start + lengths[position]], alone)
 
 
 def test_the_backend_is_stated():
@@ -64,8 +84,8 @@ def test_variable_length_kernels_agree_with_the_formula(backend):
     exact = random_heads(sum(lengths), 8, 2, 64)
     expected = formula(*exact, lengths)
     half = [tensor.detach().cuda().bfloat16().requires_grad_() for tensor in exact]
-    attention = PackedAttention(torch.tensor([0, *lengths]).cumsum(0).int().cuda(), max(lengths))
-    output = getattr(attention, f"_{backend}")(*half)
+    packed = PackedAttention(torch.tensor([0, *lengths]).cumsum(0).int().cuda(), max(lengths))
+    output = getattr(packed, f"_{backend}")(*half)
     torch.testing.assert_close(output.double().cpu(), expected, atol=2e-2, rtol=2e-2)
     gradients = torch.autograd.grad(output.double().sum(), half)
     for gradient, wanted in zip(gradients, torch.autograd.grad(expected.sum(), exact), strict=True):

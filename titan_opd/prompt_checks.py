@@ -33,10 +33,10 @@ def check_prompts(
     capacities = {"training.tokens_per_microbatch": config.training.tokens_per_microbatch}
     if config.teacher.engine == "native":
         capacities["teacher.tokens_per_forward"] = config.teacher.tokens_per_forward
-    if config.rollout.engine == "native":
-        _check_sampled(train, config.rollout.sampling.max_new_tokens, "rollout.sampling", contexts, capacities)
-    else:
+    if config.rollout.engine == "answers":
         _check_experts(train, contexts, capacities)
+    else:
+        _check_sampled(train, config.rollout.sampling.max_new_tokens, "rollout.sampling", contexts, capacities)
     if not evaluation:
         return
     # Without a teacher evaluation answers are graded, and never packed.

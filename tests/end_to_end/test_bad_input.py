@@ -31,6 +31,7 @@ def snapshot(folder):
 HYBRID = ("--objective.kind", "hybrid", "--objective.support")
 POLICY_GRADIENT = ("--objective.kind", "policy_gradient")
 ANSWERS = ("--rollout.engine", "answers")
+VLLM_WORKER = ("--rollout.engine", "vllm", "--rollout.placement", "workers")
 SETTINGS = {
     "unknown section": (["--trainig.steps", "5"], ["'trainig'", "did you mean 'training'?"]),
     "unknown key": (["--training.stepz", "5"], ["'stepz'", "did you mean 'steps'?"]),
@@ -77,6 +78,10 @@ SETTINGS = {
     "answers beyond a micro-batch": (
         ["--training.tokens_per_microbatch", "14"],
         ["prompt 'arithmetic-train:", "of 6 tokens", "15 input tokens", "training.tokens_per_microbatch = 14"],
+    ),
+    "answers of vLLM beyond a micro-batch": (
+        [*VLLM_WORKER, "--training.tokens_per_microbatch", "14"],
+        ["prompt 'arithmetic-train:", "rollout.sampling.max_new_tokens = 10", "15 input tokens"],
     ),
     "answers beyond the scorer": (
         ["--teacher.tokens_per_forward", "14"],

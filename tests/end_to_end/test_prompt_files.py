@@ -68,6 +68,12 @@ def test_both_formats_are_the_same_prompts(chat):
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
 
 
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_prompts_that_the_student_answers_need_no_response(chat, engine):
+    placed = ("--rollout.engine", engine, "--rollout.placement", "workers")
+    assert run_cli("train", chat.toml, "--dry-run", *data_options(chat, "turns.jsonl", "rows.jsonl"), *placed) == 0
+
+
 def test_expert_responses_are_trained_token_by_token(chat):
     run = chat.train(
         "experts",

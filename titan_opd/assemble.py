@@ -292,7 +292,6 @@ def build_engine(config: Config, common: Common, device: torch.device) -> Native
         max_prompt_tokens=config.data.max_prompt_tokens,
         seed=config.run.seed,
         recompute_kv=config.schedule.recompute_kv,
-        fixed_shapes=config.rollout.fixed_shapes,
     )
 
 

@@ -33,11 +33,17 @@ def make_engine(
     vocab_size: int = VOCAB_SIZE,
     stop_ids: Sequence[int] = STOP_IDS,
     seed: int = 0,
-    **options: bool,
+    recompute_kv: bool = True,
+    fixed_shapes: bool = False,
 ) -> NativeEngine:
-    config = RolloutConfig(max_concurrent=max_concurrent)
     return NativeEngine(
-        decoder, config=config, stop_ids=stop_ids, vocab_size=vocab_size, max_prompt_tokens=16, seed=seed, **options
+        decoder,
+        config=RolloutConfig(max_concurrent=max_concurrent, fixed_shapes=fixed_shapes),
+        stop_ids=stop_ids,
+        vocab_size=vocab_size,
+        max_prompt_tokens=16,
+        seed=seed,
+        recompute_kv=recompute_kv,
     )
 
 

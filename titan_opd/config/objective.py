@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from titan_opd.config.options import check_section, option
 
 TOP_K_SUPPORTS = ("teacher_topk", "student_topk")
-_DIVERGENCE_SUPPORTS = ("dense", *TOP_K_SUPPORTS)
 
 # The supports of each kind; the first is the one taken when the configuration names none.
 SUPPORTS_OF_KIND: dict[str, tuple[str, ...]] = {

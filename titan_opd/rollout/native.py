@@ -30,7 +30,10 @@ class NativeEngine:
 
     Args:
         decoder: the engine's own, which `load_weights` overwrites; not the one that is trained.
-        config: `max_concurrent` is read here.
+        config: `max_concurrent` and `fixed_shapes` are read here. The latter gives every computation that an answer
+            goes through a shape and a place that do not depend on the other samples, so that the answer does not
+            either, to the bit. Sample n then runs in row n mod `max_concurrent` and waits for it; each step costs as
+            much as one with all rows taken and all at their greatest length; prompts are read one at a time.
         stop_ids: tokens that end an answer, beside `SamplingConfig.stop_ids`.
         vocab_size: number of the tokenizer's tokens; rows of the vocabulary at or above it are never sampled.
         max_prompt_tokens: longest prompt, in tokens.
@@ -39,10 +42,6 @@ class NativeEngine:
             token, in passes of at most `PREFILL_TOKENS` tokens: the rest of an answer is then exactly the new policy's
             continuation. Otherwise the old ones stay in use, and `Trajectory.kv_versions` tells which tokens that
             concerns.
-        fixed_shapes: give every computation that an answer goes through a shape and a place that do not depend on the
-            other samples, so that the answer does not either, to the bit. Sample n then runs in row n mod
-            `max_concurrent` and waits for it; each step costs as much as one with all rows taken and all at their
-            greatest length; prompts are read one at a time.
 
     Raises:
         ValueError: the tokenizer has more tokens than the decoder, or a stop token that can never be sampled.
@@ -58,7 +57,6 @@ class NativeEngine:
         max_prompt_tokens: int,
         seed: int,
         recompute_kv: bool = True,
-        fixed_shapes: bool = False,
     ) -> None:
         check_vocabulary(vocab_size, decoder.config)
         self.policy_version = 0
@@ -71,7 +69,7 @@ class NativeEngine:
         self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
         self._recompute_kv = recompute_kv
-        self._fixed_shapes = fixed_shapes
+        self._fixed_shapes = config.fixed_shapes
         self._stream: Stream | None = None  # what `submit` opened; None while nothing runs or waits
         self._stream_settings: tuple[SamplingConfig, Recording] | None = None
         check_stop_ids(self._stop_ids, vocab_size)

@@ -118,16 +118,24 @@ def _weight_files(directory: Path) -> dict[str, Path]:
     if not index_file.exists():
         raise ValueError(_no_weights(directory))
     weight_map = read_json(index_file).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index_file}: the key 'weight_map' is missing or no table; the index is damaged")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(
+            f"{index_file}: the key 'weight_map' is missing or no table of file names; the index is damaged"
+        )
     files = {name: directory / file for name, file in weight_map.items()}
     for file, names in _by_file(files).items():
         if not file.exists():
             raise ValueError(f"{file} is missing; {index_file.name} says that {some_names(names)} are in it")
         with _open(file) as handle:
-            absent = names - set(handle.keys())
-        if absent:
-            raise ValueError(f"{file} does not hold {some_names(absent)}, which {index_file.name} says are in it")
+            held = set(handle.keys())
+        if names - held:
+            raise ValueError(f"{file} does not hold {some_names(names - held)}, which {index_file.name} says are in it")
+        twice = (held & files.keys()) - names
+        if twice:
+            raise ValueError(
+                f"{file} holds {some_names(twice)}, which {index_file.name} says are in another file: there are two "
+                "versions of them. Write the folder anew, with the shards of one model only"
+            )
     return files
 
 

@@ -178,9 +178,9 @@ class DecoderConfig:
 
 def _family(keys: Keys) -> str:
     model_type = keys.values.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise keys.error("model_type", f"is not a supported architecture; supported: {', '.join(FAMILIES)}")
-    architectures = keys.values.get("architectures") or [FAMILIES[model_type].architecture]
+    architectures = keys.texts("architectures") or [FAMILIES[model_type].architecture]
     if FAMILIES[model_type].architecture not in architectures:
         raise keys.error(
             "architectures", f"has no {FAMILIES[model_type].architecture}: only causal language models are supported"
@@ -208,12 +208,15 @@ def _refuse_unsupported(keys: Keys) -> None:
 def _refuse_sliding_window(keys: Keys) -> None:
     """Qwen's configurations carry a window that no layer uses; refuse only one that a layer does use."""
     values = keys.values
-    layer_types = values.get("layer_types")
+    layer_types = keys.texts("layer_types")
     if layer_types is not None:
         if any(layer_type != "full_attention" for layer_type in layer_types):
             raise keys.error("layer_types", "is not supported: every layer must be 'full_attention'")
-    elif values.get("use_sliding_window") and values.get("sliding_window") is not None:
-        first, num_layers = values.get("max_window_layers", 0), keys.integer("num_hidden_layers")
+        return
+    # Without the key transformers takes a window of its own; null is none.
+    has_window = values.get("sliding_window", "transformers' default") is not None
+    if keys.flag("use_sliding_window") and has_window:
+        first, num_layers = keys.count("max_window_layers", 0), keys.integer("num_hidden_layers")
         if first < num_layers:
             raise keys.error(
                 "sliding_window",

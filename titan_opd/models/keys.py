@@ -22,6 +22,20 @@ class Keys:
             raise self.error(key, "must be a positive integer")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """An integer that may be 0; null counts as missing."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(key, "must be an integer, 0 or more")
+        return value
+
+    def texts(self, key: str) -> list[str] | None:
+        """A list of texts, or None."""
+        value = self.values.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
+            raise self.error(key, "must be a list of texts, or null")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; without a default the key is required. null counts as missing."""
         value = self._get(key, default)

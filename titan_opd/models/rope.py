@@ -62,6 +62,11 @@ def rope_cos_sin(
 
 def rotate(heads_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     """Turn each pair (d, d + D/2) of a head by its position's angle, Hugging Face's pairing."""
+    if torch.compiler.is_compiling():  # which joins these passes by itself, and cannot write into parts of a tensor
+        first_TNF, second_TNF = heads_TND.chunk(2, dim=-1)
+        return torch.cat(
+            (first_TNF * cos_T1F - second_TNF * sin_T1F, second_TNF * cos_T1F + first_TNF * sin_T1F), dim=-1
+        )
     return _Rotation.apply(heads_TND, cos_T1F, sin_T1F)
 
 
@@ -91,7 +96,9 @@ def _turned(heads_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
 
 def read_rope(keys: Keys, max_position_embeddings: int) -> tuple[float, Llama3Scaling | None]:
     """The base and the scaling that a config.json asks for, as `rope_parameters` or `rope_theta`/`rope_scaling`."""
-    name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
+    if keys.values.get("rope_parameters") and keys.values.get("rope_scaling"):
+        raise keys.error("rope_scaling", "stands beside rope_parameters, and only one can count: take one of them out")
+    name = "rope_parameters" if keys.values.get("rope_parameters") else "rope_scaling"
     parameters = keys.values.get(name) or {}
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         raise keys.error(name, "must be one table of numbers; a rotation per layer type is not supported")

@@ -200,6 +200,18 @@ def damaged_index(folder, shard):
     return r"model.safetensors.index.json: the key 'weight_map' is missing"
 
 
+def no_file_name_in_the_index(folder, shard):
+    change_index(folder, lambda index: index["weight_map"].update({UP_PROJ: 3}))
+    return r"model.safetensors.index.json: the key 'weight_map' is missing or no table of file names"
+
+
+def weight_in_two_shards(folder, shard):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    other = folder / next(file for file in index["weight_map"].values() if file != shard.name)
+    save_file(load_file(other) | {UP_PROJ: load_file(shard)[UP_PROJ] + 1}, other)
+    return rf"{other.name} holds {UP_PROJ}, which model.safetensors.index.json says are in another file"
+
+
 def unexpected_weight(folder, shard):
     weights = load_file(shard)
     save_file(weights | {"model.layers.0.mlp.router.weight": torch.ones(2)}, shard)
@@ -248,6 +260,8 @@ def no_folder(folder, shard):
         missing_weight,
         missing_output_projection,
         damaged_index,
+        no_file_name_in_the_index,
+        weight_in_two_shards,
         unexpected_weight,
         fewer_layers,
         no_weights,

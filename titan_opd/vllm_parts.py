@@ -11,6 +11,7 @@ from titan_opd.checkpoint import model_folder
 from titan_opd.config import Config
 from titan_opd.rollout import Recording
 from titan_opd.rollout.vllm import VllmEngine
+from titan_opd.rollout.vllm_requests import needs_draws
 from titan_opd.rollout.vllm_stream import VllmStream
 from titan_opd.teacher.vllm import VllmScorer
 
@@ -33,7 +34,7 @@ def build_vllm_engine(config: Config, common: Common, recording: Recording, devi
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_new_tokens=max(sampling.max_new_tokens for sampling in samplings),
         seed=config.run.seed,
-        draws=recording.num_samples > 1 or any(sampling.truncated for sampling in samplings),
+        draws=any(needs_draws(sampling, recording) for sampling in samplings),
         device=device,
     )
 
@@ -54,7 +55,7 @@ def build_vllm_stream(config: Config, common: Common, recording: Recording, devi
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_new_tokens=sampling.max_new_tokens,
         seed=config.run.seed,
-        draws=recording.num_samples > 1 or sampling.truncated,
+        draws=needs_draws(sampling, recording),
         recompute_kv=config.schedule.recompute_kv,
         device=device,
     )

@@ -17,7 +17,7 @@ from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import Decoder
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 from titan_opd.rollout.reading import read_answers
-from titan_opd.rollout.requests import check_numbers, check_prompt, check_stop_ids, check_vocabulary
+from titan_opd.rollout.requests import check_numbers, check_samples, check_stop_ids, check_vocabulary
 from titan_opd.rollout.row_update import RowUpdate
 from titan_opd.rollout.sampler import Sampler
 from titan_opd.rollout.stream import PinnedStream, Stream
@@ -289,12 +289,11 @@ class NativeEngine:
     ) -> None:
         self._update.check()
         check_stop_ids(self._stop_ids | set(sampling.stop_ids), self._vocab_size)
-        for sample in samples:
-            check_prompt(
-                sample.prompt,
-                vocab_size=self._vocab_size,
-                max_prompt_tokens=self._max_prompt_tokens,
-                max_new_tokens=sampling.max_new_tokens,
-                context=self._decoder.config.max_position_embeddings,
-            )
-        check_numbers([*in_flight, *samples])
+        check_samples(
+            samples,
+            in_flight,
+            vocab_size=self._vocab_size,
+            max_prompt_tokens=self._max_prompt_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+            context=self._decoder.config.max_position_embeddings,
+        )

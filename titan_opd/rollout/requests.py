@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from titan_opd.config.schema import SamplingConfig
 from titan_opd.data.records import Prompt, Sample
 from titan_opd.models import DecoderConfig
+from titan_opd.rollout.engine import Recording
 
 
 def check_vocabulary(vocab_size: int, model: DecoderConfig) -> None:
@@ -29,16 +31,40 @@ def check_stop_ids(stop_ids: Collection[int], vocab_size: int) -> None:
         )
 
 
-def check_prompt(prompt: Prompt, *, vocab_size: int, max_prompt_tokens: int, max_new_tokens: int, context: int) -> None:
-    """Raise a ValueError when a prompt is empty, too long, or of another vocabulary.
+def check_recording(recording: Recording, sampling: SamplingConfig) -> None:
+    """Raise a ValueError when top-K candidates are asked for at temperature 0, where all but one have probability 0."""
+    if recording.top_k and sampling.temperature == 0:
+        raise ValueError(
+            f"the student's top {recording.top_k} cannot be recorded at temperature 0: the distribution is a "
+            "single token; sample at a temperature above 0"
+        )
+
+
+def check_samples(
+    samples: Sequence[Sample],
+    in_flight: Iterable[Sample] = (),
+    *,
+    vocab_size: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    context: int,
+) -> None:
+    """Raise a ValueError when a prompt is empty, too long or of another vocabulary, or samples share a number.
 
     Args:
-        prompt: what is asked.
+        samples: what is asked.
+        in_flight: samples that run or wait already.
         vocab_size: number of the tokenizer's tokens.
         max_prompt_tokens: longest prompt.
         max_new_tokens: longest answer.
         context: most tokens of prompt and answer together.
     """
+    for sample in samples:
+        _check_prompt(sample.prompt, vocab_size, max_prompt_tokens, max_new_tokens, context)
+    check_numbers([*in_flight, *samples])
+
+
+def _check_prompt(prompt: Prompt, vocab_size: int, max_prompt_tokens: int, max_new_tokens: int, context: int) -> None:
     length = len(prompt.token_ids)
     if not length:
         raise ValueError(f"prompt {prompt.id!r} has no tokens; the first token of an answer needs one before it")

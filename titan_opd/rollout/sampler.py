@@ -19,6 +19,7 @@ from titan_opd.ops import gather_stats
 from titan_opd.ops.draw import cumulative_mass, draw_columns
 from titan_opd.ops.noise import uniforms
 from titan_opd.rollout.engine import Recording
+from titan_opd.rollout.requests import check_recording
 
 _FIRST_WINDOW = 256
 
@@ -63,11 +64,7 @@ class Sampler:
     def __init__(
         self, sampling: SamplingConfig, recording: Recording, *, vocab_size: int, seed: int, fixed_shapes: bool = False
     ) -> None:
-        if recording.top_k and sampling.temperature == 0:
-            raise ValueError(
-                f"the student's top {recording.top_k} cannot be recorded at temperature 0: the distribution is a "
-                "single token; sample at a temperature above 0"
-            )
+        check_recording(recording, sampling)
         self._sampling = sampling
         self._recording = Recording(recording.num_samples, min(recording.top_k, vocab_size))
         self._vocab_size = vocab_size

@@ -19,7 +19,7 @@ from titan_opd.data.records import Sample, Trajectory
 from titan_opd.models import DecoderConfig
 from titan_opd.ops.noise import derive_seed
 from titan_opd.rollout.engine import Recording
-from titan_opd.rollout.requests import check_numbers, check_prompt, check_stop_ids, check_vocabulary
+from titan_opd.rollout.requests import check_recording, check_samples, check_stop_ids, check_vocabulary
 from titan_opd.rollout.running import stack_ragged
 from titan_opd.rollout.vllm_draws import draw_arguments, draw_settings, unpack_records
 from titan_opd.rollout.vllm_setup import MAX_LOGPROBS
@@ -80,22 +80,17 @@ class Requests:
                 f"{sampling} with {recording} needs records that vLLM's own sampler does not make; build the engine "
                 "with draws = True"
             )
-        if recording.top_k and sampling.temperature == 0:
-            raise ValueError(
-                f"the student's top {recording.top_k} cannot be recorded at temperature 0: the distribution is a "
-                "single token; sample at a temperature above 0"
-            )
+        check_recording(recording, sampling)
         if recording.top_k > MAX_LOGPROBS:
             raise ValueError(f"{recording.top_k} candidates a token were asked for; {MAX_LOGPROBS} is the most")
-        for sample in samples:
-            check_prompt(
-                sample.prompt,
-                vocab_size=self._vocab_size,
-                max_prompt_tokens=self._max_prompt_tokens,
-                max_new_tokens=sampling.max_new_tokens,
-                context=self._context,
-            )
-        check_numbers([*in_flight, *samples])
+        check_samples(
+            samples,
+            in_flight,
+            vocab_size=self._vocab_size,
+            max_prompt_tokens=self._max_prompt_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+            context=self._context,
+        )
 
     def parameters(
         self, sample: Sample, sampling: SamplingConfig, recording: Recording, *, key: str, **more: Any

@@ -16,7 +16,7 @@ from titan_opd.learner import Learner, summarize_steps
 from titan_opd.observe import PhaseClock
 from titan_opd.observe.flight_recorder import set_up_flight_recorder
 from titan_opd.parallel import open_world
-from titan_opd.run import Run, RunSummary
+from titan_opd.run import Run, RunSummary, pin_teacher
 
 
 def train(config: Config, *, resume: bool = False, replay: Path | None = None) -> RunSummary:
@@ -32,6 +32,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         ValueError: for whatever the user can mend: settings, files, tokenizers, a run folder in use.
         StorageError: a checkpoint or a log could not be written; the checkpoints before it are intact.
     """
+    config = pin_teacher(config)
     clock = PhaseClock()
     set_up_flight_recorder(config.run.directory)
     with open_world(config.parallel) as world, Run.open(config, world, clock, resume=resume) as run:
@@ -55,11 +56,13 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
                 run.begin_step()
                 version = run.step
                 scored = schedule.next_batch(version)
-                # Contiguous parts, so that a sample's minibatch does not depend on the number of processes.
+                # Minibatches are contiguous, so that a sample's does not depend on the number of processes.
                 size = len(scored) // config.schedule.minibatches
                 with clock.phase("pack"):
-                    parts_of_batch = [scored[first : first + size] for first in range(0, len(scored), size)]
-                    minibatches = [pack(part, config.training.tokens_per_microbatch) for part in parts_of_batch]
+                    minibatches = [
+                        pack(scored[first : first + size], config.training.tokens_per_microbatch)
+                        for first in range(0, len(scored), size)
+                    ]
                 with clock.phase("train"):
                     minibatches = [learner.with_proximal_policy(batches) for batches in minibatches]
                     metrics = [learner.step(batches, current_version=version) for batches in minibatches]
@@ -68,9 +71,9 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
                     published = schedule.publish(version + 1)
 
                 run.record(scored, {**summarize_steps(metrics), **published})
-                if run.is_due(run.step, config.evaluation.every):
+                if run.is_due(config.evaluation.every):
                     run.evaluate(parts.evaluator)
-                if run.is_due(run.step, config.checkpoint.every):
+                if run.is_due(config.checkpoint.every):
                     run.save(parts, learner, schedule)
         return run.summary
 

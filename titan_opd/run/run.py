@@ -1,44 +1,24 @@
-"""A run on disk and on the screen, and what is told of it at its end."""
+"""`Run`: where a run stands, and what happens around its steps."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-from rich.table import Table
 
-from titan_opd.checkpoint import (
-    CheckpointSaver,
-    checkpoint_steps,
-    load_samples,
-    load_trainer,
-    model_folder,
-    remove_remains,
-    write_file,
-)
-from titan_opd.config import Config, changed_options, dump_toml, load_config
+from titan_opd.checkpoint import CheckpointSaver, load_samples, load_trainer
+from titan_opd.config import Config
 from titan_opd.data.packing import num_inputs
 from titan_opd.data.records import ScoredTrajectory
 from titan_opd.errors import writing
 from titan_opd.evaluation import Evaluator
 from titan_opd.learner import Learner
 from titan_opd.models import DecoderConfig
-from titan_opd.observe import (
-    Display,
-    MetricsWriter,
-    PhaseClock,
-    PhaseTimes,
-    make_table,
-    phase_table,
-    read_metrics,
-    trace,
-)
+from titan_opd.observe import PhaseClock, trace
 from titan_opd.observe.diagnosis import RunState
 from titan_opd.observe.instruments import Instruments
 from titan_opd.observe.out_of_memory import explain_out_of_memory
@@ -48,7 +28,10 @@ from titan_opd.observe.trace import open_tracer
 from titan_opd.observe.trace_merge import merge_trace
 from titan_opd.observe.watchdog import Watchdog
 from titan_opd.parallel import World
-from titan_opd.schedule import JOURNAL_FILE, Journal, TrainedSample
+from titan_opd.run.folder import CONFIG_FILE, Start, find_start
+from titan_opd.run.log import RunLog
+from titan_opd.run.summary import RunSummary
+from titan_opd.schedule import TrainedSample
 from titan_opd.schedule.replay import ReplaySchedule, payload_file
 from titan_opd.schedule.samples_file import write_samples
 from titan_opd.weights import named_weights
@@ -59,86 +42,36 @@ from titan_opd.workers.weights import describe_weights
 if TYPE_CHECKING:
     from titan_opd.assemble import Parts
 
-CONFIG_FILE = "config.toml"
-# What may differ between a run and its continuation, because it does not touch what is trained.
-FREE_OPTIONS = (
-    *(
-        "run.directory",
-        "run.threads",
-        "run.cores",
-        "evaluation.",
-        "checkpoint.",
-        "observe.",
-        "profile.",
-        "channel.",
-        "weights.",
-        "journal.",
-        "parallel.",
-    ),
-    *(
-        f"{role}.{name}"
-        for role in ("rollout", "teacher")
-        for name in ("placement", "workers", "python", "cores", "devices")
-    ),
-)
-
-
-@dataclass
-class RunSummary:
-    """What a run found and where its time went.
-
-    Attributes:
-        evaluations: the metrics of each evaluation, by step, from the run's beginning.
-        times: by phase, since the run's last start.
-    """
-
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    times: PhaseTimes = field(default_factory=PhaseTimes)
-
-    @property
-    def before(self) -> dict[str, float]:
-        return self.evaluations[min(self.evaluations)]
-
-    @property
-    def after(self) -> dict[str, float]:
-        return self.evaluations[max(self.evaluations)]
-
-    def tables(self) -> list[Table]:
-        """The final tables: what was learned, and where the time went (of a finished run that is resumed, nowhere)."""
-        learned = [self._evaluation_table()] if self.evaluations else []
-        return learned + ([phase_table(self.times)] if self.times.seconds else [])
-
-    def _evaluation_table(self) -> Table:
-        names = list(self.before)
-        rows = [
-            (f"after step {step}", *(f"{metrics[name]:.4g}" for name in names))
-            for step, metrics in self.evaluations.items()
-        ]
-        return make_table("Evaluation", ("", *names), rows)
-
 
 class Run:
-    """One run: its folder, its display, its clock, and where it stands.
+    """One run: its folder, its clock, and where it stands.
 
     The folder holds `config.toml`, `metrics.jsonl`, `journal.jsonl`, `tensorboard/` and `checkpoints/`. Every process
     has a Run; the main process's writes and talks, the others' take part in what needs all of them.
 
+    Args:
+        config: of the run.
+        world: the processes.
+        clock: of this process.
+        start: where the run begins.
+
     Attributes:
+        path: the run's folder.
+        summary: what it has found so far.
         step: steps that are done.
         checkpoint: the folder that the run goes on from; None when it begins anew.
     """
 
-    def __init__(self, config: Config, world: World, clock: PhaseClock, checkpoint: Path | None, step: int) -> None:
+    def __init__(self, config: Config, world: World, clock: PhaseClock, start: Start) -> None:
         self.path = Path(config.run.directory)
         self.summary = RunSummary()
-        self.checkpoint = checkpoint
-        self.step = step
+        self.step = start.step
+        self.checkpoint = start.checkpoint
+        self._start = start
         self._config = config
         self._world = world
         self._clock = clock
-        self._display: Display | None = None
-        self._metrics: MetricsWriter | None = None
-        self._journal: Journal | None = None
+        self._log = RunLog(self.path, config)
         self._continuation: Continuation | None = None
         self._schedule: Schedule | None = None
         self._saver: CheckpointSaver | None = None
@@ -151,32 +84,15 @@ class Run:
     def open(cls, config: Config, world: World, clock: PhaseClock, *, resume: bool) -> Run:
         """A new run in `run.directory`, or the one that is there from its newest checkpoint.
 
-        A run that was stopped before its first checkpoint begins anew. Nothing is written before `begin`, so that a
-        mistake in the settings that shows while the parts are built leaves no folder behind.
+        Nothing is written before `begin`, so that a mistake in the settings that shows while the parts are built leaves
+        no folder behind.
 
         Raises:
             ValueError: another run lives there and `resume` is False, or it was started with other settings.
         """
-        path = Path(config.run.directory)
-        if config.teacher.path:  # the run that it may name can go on and get newer checkpoints: keep today's
-            teacher = replace(config.teacher, path=str(model_folder(config.teacher.path)))
-            config = replace(config, teacher=teacher)
-        known = (path / CONFIG_FILE).exists()
-        if not known and checkpoint_steps(path):
-            raise ValueError(
-                f"run.directory = {str(path)!r} holds checkpoints but no {CONFIG_FILE} that tells what they belong to; "
-                "put it back, or name another folder (--run.directory NEW)"
-            )
-        if known and not resume:
-            raise ValueError(
-                f"run.directory = {str(path)!r} already holds a run; go on with it by --resume, name another folder "
-                "(--run.directory NEW), or delete this one"
-            )
-        if known:
-            _check_unchanged(path / CONFIG_FILE, config)
+        start = find_start(config, resume=resume)
         world.barrier()  # all processes have looked before one writes
-        step, checkpoint = max(checkpoint_steps(path).items(), default=(0, None))
-        return cls(config, world, clock, checkpoint, step)
+        return cls(config, world, clock, start)
 
     def __enter__(self) -> Run:
         return self
@@ -188,15 +104,7 @@ class Run:
             self._saver.close()
         self.summary.times += self._clock.take()
         self._instruments.close()
-        if self._display is not None:
-            self._display.close()
-        # On a full disk closing fails too; what failed first is what the person must read.
-        with nullcontext() if error is None else suppress(OSError):
-            if self._metrics is not None:
-                self._metrics.close(failed=error is not None)
-        with nullcontext() if error is None else suppress(OSError):
-            if self._journal is not None:
-                self._journal.close()
+        self._log.close(failed=error is not None)
 
     def begin(self, parts: Parts, learner: Learner) -> None:
         """Claim the folder, put the state of a checkpoint back and open the logs where it left them."""
@@ -222,30 +130,10 @@ class Run:
         )
         if not self._world.is_main:
             return
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-        # First, because it locks the file: a process of this run that is still going on must not lose its own.
-        self._journal = Journal(self.path / JOURNAL_FILE, keep_bytes=state["journal_bytes"])
-        remove_remains(self.path)
-        if self.checkpoint is None:
-            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)  # of a start that reached no checkpoint
-        if not (self.path / CONFIG_FILE).exists():
-            with writing(self.path):
-                write_file(self.path / CONFIG_FILE, dump_toml(self._config))
-        self._metrics = MetricsWriter(
-            self.path,
-            tensorboard=self._config.observe.tensorboard,
-            keep_bytes=state["metrics_bytes"],
-            resumed_step=self.step or None,
-        )
-        for record in read_metrics(self.path, "evaluation"):
-            hidden = ("step", "kind", "time")
-            self.summary.evaluations[record["step"]] = {k: v for k, v in record.items() if k not in hidden}
-        self._display = Display(self.path.name, self._config.training.steps, self._config.observe)
-        for line in [*parts.describe(), *describe_weights(self._config, parts), *self._instruments.notes]:
-            self._display.message(line)
+        self.summary.evaluations = self._log.open(self._start, state)
+        self._log.say([*parts.describe(), *describe_weights(self._config, parts), *self._instruments.notes])
         if self.checkpoint is not None:
-            self._display.message(f"resumed from {self.checkpoint}")
+            self._log.say([f"resumed from {self.checkpoint}"])
 
     @contextmanager
     def open_schedule(self, parts: Parts, replay: Path | None) -> Iterator[Schedule]:
@@ -255,21 +143,21 @@ class Run:
         is traced where `observe.trace` says so, and in the main process a watchdog ends the run when nothing moves.
         """
         with ExitStack() as stack:
-            stack.enter_context(offer_stacks(self.path, "trainer", self._world.rank))
-            stack.enter_context(
-                explain_out_of_memory(self.path, "trainer", self._world.rank, phase=lambda: self._clock.latest)
-            )
-            if self._config.observe.trace:
-                if self._world.is_main:
-                    stack.callback(merge_trace, self.path)  # when all have ended
-                stack.enter_context(
-                    open_tracer(self.path, "trainer", self._world.rank, max_mb=self._config.observe.trace_mb)
-                )
-            if self._world.is_main:
-                seconds = self._config.observe.stall_seconds
-                self._watchdog = stack.enter_context(Watchdog(self.path, seconds, collect=self._schedule_state))
+            self._enter_observers(stack)
             self._schedule = stack.enter_context(self._opened(parts, replay))
             yield self._schedule
+
+    def _enter_observers(self, stack: ExitStack) -> None:
+        observe, rank, is_main = self._config.observe, self._world.rank, self._world.is_main
+        stack.enter_context(offer_stacks(self.path, "trainer", rank))
+        stack.enter_context(explain_out_of_memory(self.path, "trainer", rank, phase=lambda: self._clock.latest))
+        if observe.trace:
+            if is_main:
+                stack.callback(merge_trace, self.path)  # when all have ended
+            stack.enter_context(open_tracer(self.path, "trainer", rank, max_mb=observe.trace_mb))
+        if is_main:
+            watchdog = Watchdog(self.path, observe.stall_seconds, collect=self._schedule_state)
+            self._watchdog = stack.enter_context(watchdog)
 
     def _opened(self, parts: Parts, replay: Path | None) -> AbstractContextManager[Schedule]:
         if replay is not None:
@@ -299,9 +187,9 @@ class Run:
         """A phase in which nothing has to move."""
         return nullcontext() if self._watchdog is None else self._watchdog.paused(phase)
 
-    def is_due(self, step: int, every: int) -> bool:
-        """Whether something that happens `every` steps (0: only at the end) happens after `step`."""
-        return step == self._config.training.steps or (every > 0 and step % every == 0)
+    def is_due(self, every: int) -> bool:
+        """Whether something that happens `every` steps (0: only at the end) happens now."""
+        return self.step == self._config.training.steps or (every > 0 and self.step % every == 0)
 
     def begin_step(self) -> None:
         """The next step begins."""
@@ -315,10 +203,7 @@ class Run:
         """
         metrics = {**metrics, **self._saver.poll()}
         if self._config.journal.payload and self._world.tp_rank == 0:
-            path = payload_file(self.path, self.step + 1, self._world.dp_rank)
-            with writing(path):
-                path.parent.mkdir(exist_ok=True)
-            write_samples(path, scored)
+            self._keep_payload(scored)
         samples = self._world.gather_shares([TrainedSample.of(one.trajectory) for one in scored])
         if self._config.schedule.mode != "sync":
             staleness = self._staleness(scored)
@@ -329,20 +214,23 @@ class Run:
         times = self._clock.take()
         self.summary.times += times
         self.step += 1
-        trained = [one.trajectory for one in scored if len(one.trajectory.response_ids)]
         metrics |= self._instruments.end_step(
             self.step,
             self._student,
-            [num_inputs(trajectory) for trajectory in trained],
+            [num_inputs(one.trajectory) for one in scored if len(one.trajectory.response_ids)],
             num_trained=int(metrics["tokens"]),
             seconds=times.seconds["train"],
         )
         if self._watchdog is not None:
             self._watchdog.progress(f"step {self.step} of the trainer")
         if self._world.is_main:
-            self._journal.append(self.step, self.step - 1, [sample for share in samples for sample in share])
-            self._metrics.write(self.step, "train", {**metrics, **times.metrics()})
-            self._display.step(self.step, metrics, times)
+            self._log.step(self.step, [sample for share in samples for sample in share], metrics, times)
+
+    def _keep_payload(self, scored: Sequence[ScoredTrajectory]) -> None:
+        path = payload_file(self.path, self.step + 1, self._world.dp_rank)
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+        write_samples(path, scored)
 
     def _staleness(self, scored: Sequence[ScoredTrajectory]) -> dict[str, float]:
         """How old the tokens are that the step trains, over all processes."""
@@ -362,8 +250,7 @@ class Run:
             result = evaluator.run(version=self.step)
         self.summary.evaluations[self.step] = result.metrics()
         if self._world.is_main:
-            self._metrics.write(self.step, "evaluation", result.metrics())
-            self._display.evaluation(self.step, result.accuracy, str(result))
+            self._log.evaluation(self.step, result)
 
     def save(self, parts: Parts, learner: Learner, schedule: Schedule) -> None:
         """Save a checkpoint: one consistent cut at the end of the step. The last one is complete on return."""
@@ -379,7 +266,7 @@ class Run:
                 if cut is not None:
                     state["schedule"] = cut.state
                 if self._world.is_main:
-                    state |= {"metrics_bytes": self._metrics.sync(), "journal_bytes": self._journal.sync()}
+                    state |= self._log.sync()
                 self._saver.save(self.step, state, [] if cut is None else list(cut.samples.values()))
             if self.step == self._config.training.steps:
                 self._await_save()
@@ -389,14 +276,3 @@ class Run:
         if self._saver.is_writing:
             with self._clock.phase("checkpoint_wait"):
                 self._saver.wait()
-
-
-def _check_unchanged(file: Path, config: Config) -> None:
-    """Raise a ValueError when a run would go on with settings under which it could not equal the uninterrupted one."""
-    changed = [name for name in changed_options(load_config(file), config) if not name.startswith(FREE_OPTIONS)]
-    if changed:
-        raise ValueError(
-            f"cannot resume {file.parent}: {', '.join(changed)} differ from the run's {file.name}; resume with the "
-            f"same settings (only {', '.join(option.rstrip('.') for option in FREE_OPTIONS)} may change), or begin a "
-            f"new run with student.path = {str(file.parent)!r}"
-        )

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from titan_opd import ops
-from titan_opd.checkpoint import model_folder
+from titan_opd.checkpoint import model_folder, resuming_from
 from titan_opd.config import Config
 from titan_opd.config.objective import Objective
 from titan_opd.config.schema import RolloutConfig
@@ -132,8 +132,9 @@ def read_common(config: Config, *, checkpoint: Path | None = None) -> Common:
         ValueError: a missing or broken file, a tokenizer that does not fit the model.
     """
     folder = model_folder(config.student.path) if checkpoint is None else checkpoint
-    student = DecoderConfig.from_directory(folder)
-    tokenizer = load_tokenizer(str(folder) if checkpoint is not None else config.student.tokenizer or str(folder))
+    with resuming_from(checkpoint):
+        student = DecoderConfig.from_directory(folder)
+        tokenizer = load_tokenizer(str(folder) if checkpoint is not None else config.student.tokenizer or str(folder))
     check_tokenizer(tokenizer, student.vocab_size, where=f"student.path = {config.student.path!r}")
     stops = stop_ids(tokenizer, student.eos_token_ids, config.rollout.sampling.stop_ids)
     train_prompts, eval_prompts = load_prompts(config.data, tokenizer, stops)
@@ -226,7 +227,8 @@ def build_student(config: Config, common: Common, world: World, *, checkpoint: P
     if checkpoint is None and config.student.initialize == "random":
         init_shards(student, torch.Generator().manual_seed(config.run.seed))
     else:
-        load_shards(student, checkpoint or model_folder(config.student.path))
+        with resuming_from(checkpoint):
+            load_shards(student, checkpoint or model_folder(config.student.path))
     return model
 
 

@@ -5,6 +5,7 @@ from titan_opd.checkpoint.folder import (
     model_folder,
     pick_checkpoint,
     remove_remains,
+    resuming_from,
     write_file,
 )
 from titan_opd.checkpoint.saver import CheckpointSaver
@@ -18,5 +19,6 @@ __all__ = [
     "model_folder",
     "pick_checkpoint",
     "remove_remains",
+    "resuming_from",
     "write_file",
 ]

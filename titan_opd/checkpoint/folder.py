@@ -52,6 +52,25 @@ def model_folder(path: str) -> Path:
     return pick_checkpoint(Path(path)) if (Path(path) / CHECKPOINTS).is_dir() else Path(path)
 
 
+def cannot_resume(checkpoint: Path, reason: object) -> ValueError:
+    """That a run cannot go on from a checkpoint, why, and how it goes on without it."""
+    return ValueError(
+        f"cannot resume from {checkpoint}: {reason}; delete that folder to go on from the checkpoint before it, or from "
+        "the beginning when there is none"
+    )
+
+
+@contextmanager
+def resuming_from(checkpoint: Path | None) -> Iterator[None]:
+    """Turn a ValueError of the block, which reads files of `checkpoint`, into `cannot_resume`; nothing for None."""
+    try:
+        yield
+    except ValueError as error:
+        if checkpoint is None:
+            raise
+        raise cannot_resume(checkpoint, error) from error
+
+
 def partial_folder(final: Path) -> Path:
     """Where a folder is written before it takes its name."""
     return final.with_name(final.name + _PARTIAL)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
+from titan_opd.checkpoint.folder import cannot_resume
 from titan_opd.checkpoint.together import first_failure
 from titan_opd.data.records import ScoredTrajectory
 from titan_opd.schedule.samples_file import read_samples
@@ -41,6 +42,7 @@ def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) ->
     """
     try:
         state = json.loads((checkpoint / TRAINER / STATE_FILE).read_text())
+        _check_metadata(checkpoint / TRAINER)
         stored = optimizer_state(model, optimizer)
         dcp.load(stored, checkpoint_id=checkpoint / TRAINER)
     except (OSError, ValueError, CheckpointException) as error:
@@ -51,12 +53,17 @@ def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) ->
                 f"moments, and these processes would have to cut blocks ({cause}); start as many as saved it, with the "
                 "same axes in [parallel]"
             ) from error
-        raise ValueError(
-            f"cannot resume from {checkpoint}: its trainer state is missing or damaged ({cause}); delete "
-            "that folder to go on from the checkpoint before it, or from the beginning when there is none"
-        ) from error
+        raise cannot_resume(checkpoint, f"its trainer state is missing or damaged ({cause})") from error
     set_optimizer_state_dict(model, optimizer, optim_state_dict=stored[_OPTIMIZER])
     return state
+
+
+def _check_metadata(folder: Path) -> None:
+    """Raise a ValueError when torch's list of the shards cannot be read, before torch logs that at length."""
+    try:
+        dcp.FileSystemReader(folder).read_metadata()
+    except Exception as error:  # half a pickle raises anything
+        raise ValueError(f"{folder / '.metadata'}: {error}") from error
 
 
 def load_samples(checkpoint: Path) -> list[ScoredTrajectory]:

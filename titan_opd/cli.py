@@ -20,8 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 2 for what the user can mend in the settings; 1 when something could not be written, stalled
-        or was lost; 130
-        after Ctrl-C and 143 after SIGTERM.
+        or was lost; 130 after Ctrl-C and 143 after SIGTERM.
     """
     options, overrides = _parser().parse_known_args(arguments)
     if overrides and not hasattr(options, "config"):

@@ -12,7 +12,7 @@ from titan_opd.config.schema import Config
 
 def document() -> str:
     """A table of options for each section."""
-    head = "# Options\n\nMade from `titan_opd/config/schema.py` by `python -m titan_opd.config.document`.\n"
+    head = "# Options\n\nMade from the dataclasses in `titan_opd/config` by `python -m titan_opd.config.document`.\n"
     return head + "".join(_document_section(Config, ""))
 
 

@@ -61,7 +61,7 @@ stamp=.venv/titan_opd.stamp # "FINGERPRINT" or "FINGERPRINT [test]": with the te
 if [[ "$(cat "$stamp" 2>/dev/null)" == "$(fingerprint)"*"$extras" ]] && compgen -G "titan_opd/_C.*so" >/dev/null; then
     exit
 fi
-pip_install "setuptools>=68" wheel
+pip_install "setuptools>=68,<82" wheel # torch 2.11 wants no newer one
 .venv/bin/python setup.py --version >/dev/null # its checks first, so that their message stands alone
 echo "setup: titan_opd$extras with torch $(torch_version): building csrc/, installing what is missing"
 pip_install --no-build-isolation --use-pep517 -e ".$extras"

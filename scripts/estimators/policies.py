@@ -9,7 +9,7 @@ import torch
 
 from titan_opd.assemble import Parts, assemble
 from titan_opd.config import Config
-from titan_opd.data import PackedBatch, Sample, ScoredTrajectory, Trajectory, pack, stop_ids
+from titan_opd.data import PackedBatch, Sample, ScoredTrajectory, Trajectory, pack
 from titan_opd.data.packing import pack_microbatch
 from titan_opd.learner import Learner
 from titan_opd.losses import TeacherScores
@@ -61,11 +61,10 @@ class PolicyChain:
         All policies draw the same noise for the same sample, so that their answers differ only as far as they do.
         """
         policy = self.policies[staleness]
-        stops = stop_ids(self.parts.tokenizer, policy.config.eos_token_ids, self.config.rollout.sampling.stop_ids)
         engine = NativeEngine(
             Decoder(policy.config).requires_grad_(False),
             config=self.config.rollout,
-            stop_ids=stops,
+            stop_ids=self.parts.common.stop_ids,
             vocab_size=self.vocab_size,
             max_prompt_tokens=self.config.data.max_prompt_tokens,
             seed=self.config.run.seed,

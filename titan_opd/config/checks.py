@@ -176,9 +176,8 @@ def _check_vllm(config: Config) -> None:
 
 def _check_vllm_place(config: Config) -> None:
     """What an engine can do only inside the trainer's processes, and what only beside them."""
-    beside_trainer = config.schedule.mode != "sync" or "workers" in (config.rollout.placement, config.teacher.placement)
     inside = "rollout.placement = 'colocated' and schedule.mode = 'sync', with the teacher colocated too"
-    if config.rollout.vllm.sleep and beside_trainer:
+    if config.rollout.vllm.sleep and config.overlaps:
         raise ValueError(
             "rollout.vllm.sleep = true frees memory while the trainer works, and here answers are written meanwhile; "
             f"leave it out, or set {inside}"
@@ -186,7 +185,7 @@ def _check_vllm_place(config: Config) -> None:
     for name, section in (("rollout", config.rollout), ("teacher", config.teacher)):
         if section.engine != "vllm" or section.placement == "workers" or section.vllm.tensor_parallel_size == 1:
             continue
-        if name == "teacher" or beside_trainer:
+        if name == "teacher" or config.overlaps:
             otherwise = "" if name == "teacher" else f", or {inside}"
             raise ValueError(
                 f"{name}.vllm.tensor_parallel_size = {section.vllm.tensor_parallel_size} needs devices beside those of "

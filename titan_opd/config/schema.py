@@ -313,3 +313,8 @@ class Config:
     checkpoint: CheckpointConfig = option(CheckpointConfig, "weights on disk")
     observe: ObserveConfig = option(ObserveConfig, "what a person sees")
     profile: ProfileConfig = option(ProfileConfig, "a few steps under torch's profiler")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether answers are written and scored while the trainer trains; otherwise all three take turns in it."""
+        return self.schedule.mode != "sync" or "workers" in (self.rollout.placement, self.teacher.placement)

@@ -122,7 +122,7 @@ class Run:
             self.path,
             self._config.checkpoint,
             student=parts.student,
-            tokenizer=parts.tokenizer,
+            tokenizer=parts.common.tokenizer,
             model=parts.model,
             optimizer=learner.optimizer,
             world=self._world,

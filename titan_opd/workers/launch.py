@@ -128,7 +128,7 @@ def open_schedule(
         ValueError: an address is taken, keys are missing.
         ChannelError: a role could not be started.
     """
-    if config.schedule.mode == "sync" and config.rollout.placement == config.teacher.placement == "colocated":
+    if not config.overlaps:
         yield SyncSchedule(
             parts.prompts,
             parts.engine,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import titan_opd
-from titan_opd.assemble import Common, build_scorer, build_stream, load_teacher, load_vllm_scorer, what_to_record
+from titan_opd.assemble import Common, build_stream, load_scorer, what_to_record
 from titan_opd.channel import Address, ConductorPort, PayloadFetcher, PayloadStore, Transport, WorkerPort
 from titan_opd.channel.messages import PROTOCOL_VERSION, Hello, Role
 from titan_opd.checkpoint import model_folder
@@ -157,12 +157,8 @@ def serve_teacher(
         ChannelError: the conductor is gone.
         ValueError: the teacher's files are missing or broken.
     """
-    if scorer is None and config.teacher.engine == "vllm":
-        scorer = load_vllm_scorer(config, common, device)
-    elif scorer is None:
-        teacher = load_teacher(config, common, device)
-        assert teacher is not None, "a configuration without a teacher starts no teacher worker"
-        scorer = build_scorer(config, teacher, config.objective, common.vocab_size)
+    if scorer is None:
+        scorer = load_scorer(config, common, device)
     store = open_store(config, transport, name, consumer="the trainer")
     hello = make_hello(config, common, "teacher", name, store.address)
     port = WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)

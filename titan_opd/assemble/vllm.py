@@ -16,7 +16,7 @@ from titan_opd.rollout.vllm_stream import VllmStream
 from titan_opd.teacher.vllm import VllmScorer
 
 if TYPE_CHECKING:
-    from titan_opd.assemble import Common
+    from titan_opd.assemble.common import Common
 
 
 def build_vllm_engine(config: Config, common: Common, recording: Recording, device: torch.device) -> VllmEngine:

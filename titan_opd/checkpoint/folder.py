@@ -55,8 +55,8 @@ def model_folder(path: str) -> Path:
 def cannot_resume(checkpoint: Path, reason: object) -> ValueError:
     """That a run cannot go on from a checkpoint, why, and how it goes on without it."""
     return ValueError(
-        f"cannot resume from {checkpoint}: {reason}; delete that folder to go on from the checkpoint before it, or from "
-        "the beginning when there is none"
+        f"cannot resume from {checkpoint}: {reason}; delete that folder to go on from the checkpoint before it, or "
+        "from the beginning when there is none"
     )
 
 

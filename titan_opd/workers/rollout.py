@@ -98,6 +98,8 @@ class RolloutWorker:
             case wire.SampleLeases(leases=leases):
                 self._asked = max(0, self._asked - len(leases))
                 samples = [Sample(one.number, one.epoch, one.repeat, self._prompts[one.prompt]) for one in leases]
+                # One that is being written here comes anew because its lease no longer counts: that may be said later.
+                self._engine.cancel([one.number for one in leases if one.number in self._leases])
                 self._leases.update({one.number: one.lease for one in leases})
                 self._engine.submit(samples, self._sampling, self._recording)
             case wire.LeasesCancelled(leases=leases) | wire.Release(leases=leases):

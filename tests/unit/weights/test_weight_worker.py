@@ -1,4 +1,4 @@
-"""The rollout worker announces a version after it is verified, and says when it is not."""
+"""The rollout worker announces a version after it is verified, and says when it is not; what it does about leases."""
 
 from __future__ import annotations
 
@@ -121,6 +121,15 @@ def test_a_newer_version_heals_it(run):
         pass
     assert said == wire.EngineVersion(2)
     assert holds(run.engine, make_decoder(seed=2))
+
+
+def test_a_sample_that_is_given_out_anew_is_begun_anew(run):
+    """Its first lease has been cancelled, and the new one comes before that is told with the next heartbeat."""
+    for lease in ("a", "b"):
+        run.port.send("rollout-0", wire.SampleLeases([wire.SampleLease(lease, 3, 0, 0, 0, 0)]))
+    run.port.send("rollout-0", wire.LeasesCancelled(["a"]))
+    assert run.next_said(wire.RolloutDone).lease == "b"
+    assert run.error is None
 
 
 def test_weights_of_another_model_end_the_worker(run):

@@ -141,7 +141,7 @@ def make_plan(
         answers=answers,
         work=work,
         layouts=layouts,
-        memory=tuple(_memory(config, student, teacher, step, answers, grid)),
+        memory=tuple(_memory(config, student, teacher, step, answers, grid, device)),
         traffic=tuple(step_traffic(student, work, grid, **sections, numbers=numbers, dense=dense)),
         weight_bytes=_weight_bytes(config, student, config.rollout.quantization),
         score_bytes=rows * row_scores if teacher else 0,
@@ -216,16 +216,16 @@ def _memory(
     step: StepMemory,
     answers: Answers,
     grid: Grid,
+    device: Device,
 ) -> list[ProcessMemory]:
     here = {"engine": config.rollout.placement == "colocated", "teacher": config.teacher.placement == "colocated"}
-    engine = _engine(config, student, answers)
+    engine = _engine(config, student, answers, grid.dp if here["engine"] else 1, device)
     sharers = grid if config.teacher.sharded else Grid()
     scorer = None if teacher is None else _scorer(config, teacher, answers, sharers)
-    # An engine of the trainer's own writes the evaluations, wherever the answers are written.
     states = {PARAMETERS: step.parameters, OPTIMIZER: step.optimizer_state}
     offload = config.parallel.cpu_offload
     resident = engine.resident if offload else states | engine.resident
-    moments = [step.peak, *(engine.moments if here["engine"] else ())]
+    moments = [step.peak, *(engine.moments if here["engine"] else ()), *_evaluation(config, student, grid.dp)]
     if scorer is not None and here["teacher"]:
         resident |= scorer.resident
         moments += scorer.moments
@@ -248,21 +248,44 @@ def _weight_bytes(config: Config, student: DecoderConfig, quantization: str) -> 
     return sum(spec.num_bytes for spec in quantized_specs(specs, quantization).values())
 
 
-def _engine(config: Config, student: DecoderConfig, answers: Answers) -> ProcessMemory:
+def _engine(
+    config: Config, student: DecoderConfig, answers: Answers, num_engines: int, device: Device
+) -> ProcessMemory:
     """Of the native engine, or what vLLM is told to take."""
-    itemsize = ITEMSIZE[config.rollout.dtype]
+    rollout, vllm = config.rollout, config.rollout.vllm
+    is_vllm = rollout.engine == "vllm"
     # vLLM stores what quantised weights stand for.
-    weights = _weight_bytes(config, student, config.rollout.quantization if config.rollout.engine != "vllm" else "none")
-    # Room is made for the longest answers, however long they are.
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
-    positions = min(longest, student.max_position_embeddings)
-    rows = min(config.rollout.max_concurrent, answers.count)
-    cache = 2 * student.num_layers * rows * student.num_kv_heads * positions * student.head_dim * itemsize
-    if config.rollout.engine == "vllm" and config.rollout.vllm.kv_cache_mb:
-        cache = int(config.rollout.vllm.kv_cache_mb * MIB)
+    weights = _weight_bytes(config, student, "none" if is_vllm else rollout.quantization)
+    if is_vllm:
+        free = int(vllm.gpu_memory_utilization * device.memory) - weights
+        cache = int(vllm.kv_cache_mb * MIB) if vllm.kv_cache_mb else max(free, 0)
+    else:
+        # Room is made for the longest answers, however long they are.
+        cache = _cache(config, student, -(-answers.count // num_engines), rollout.sampling.max_new_tokens)
     tokens = min(PREFILL_TOKENS, answers.count * answers.prompt)
-    writing = {"KV cache": cache, "reading prompts": _forward_pass(student, tokens, itemsize)}
+    writing = {"KV cache": cache, "reading prompts": _forward_pass(student, tokens, ITEMSIZE[rollout.dtype])}
     return ProcessMemory("rollout worker", {"engine's weights": weights}, (Moment("writing", writing),))
+
+
+def _evaluation(config: Config, student: DecoderConfig, num_shares: int) -> list[Moment]:
+    """Of the trainer's own engine, which writes evaluations wherever the answers are written.
+
+    None without evaluation prompts, and where it is a vLLM whose cache is there anyway.
+    """
+    is_vllm = config.rollout.engine == "vllm" and not config.overlaps
+    if is_vllm or (config.data.task == "files" and not config.data.evaluation):
+        return []
+    prompts = -(-config.evaluation.num_prompts // num_shares)
+    cache = _cache(config, student, prompts, config.evaluation.sampling.max_new_tokens)
+    return [Moment("evaluation", {"KV cache": cache})]
+
+
+def _cache(config: Config, student: DecoderConfig, num_answers: int, max_new_tokens: int) -> int:
+    """Of a native engine that writes so many answers."""
+    rows = min(config.rollout.max_concurrent, num_answers)
+    positions = min(config.data.max_prompt_tokens + max_new_tokens, student.max_position_embeddings)
+    numbers = 2 * student.num_layers * student.num_kv_heads * student.head_dim
+    return numbers * rows * positions * ITEMSIZE[config.rollout.dtype]
 
 
 def _scorer(config: Config, teacher: DecoderConfig, answers: Answers, grid: Grid) -> ProcessMemory:

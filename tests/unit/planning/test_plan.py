@@ -89,6 +89,31 @@ def test_workers_have_memory_of_their_own(toml, tmp_path, capsys):
     assert "one rollout worker" not in text
 
 
+def caches(process):
+    """Bytes of the KV cache at each moment that has one."""
+    return {m["name"]: m["num_bytes"]["KV cache"] for m in process["moments"] if "KV cache" in m["num_bytes"]}
+
+
+def test_each_share_of_the_answers_and_of_the_evaluation_has_its_own_cache(toml, tmp_path):
+    """A row has 16 tokens of a prompt and 32 of an answer, 64 in evaluations; 64 rows at most."""
+    (one,), (four,) = (
+        plan(toml, tmp_path, "--world", world, "--evaluation.sampling.max_new_tokens", "64")["memory"]
+        for world in ("1", "4")
+    )
+    row = caches(four)["writing"] // 32
+    assert caches(one) == {"writing": 64 * row, "evaluation": 64 * row // 48 * 80}
+    assert caches(four) == {"writing": 32 * row, "evaluation": 50 * row // 48 * 80}
+
+
+def test_vllm_takes_its_share_of_the_device(toml, tmp_path):
+    vllm = ("--rollout.engine", "vllm", "--rollout.placement", "workers", "--schedule.mode", "async")
+    told = plan(toml, tmp_path, *vllm, "--rollout.vllm.kv_cache_mb", "512")["memory"][1]
+    assert caches(told) == {"writing": 512 << 20}
+    share = ("--rollout.vllm.kv_cache_mb", "0", "--rollout.vllm.gpu_memory_utilization", "0.5")
+    (cache,) = caches(filled := plan(toml, tmp_path, *vllm, *share)["memory"][1]).values()
+    assert cache + sum(filled["resident"].values()) == int(0.5 * 80e9)
+
+
 def test_offloaded_states_are_in_the_hosts_memory(toml, tmp_path):
     device, host = plan(toml, tmp_path, "--world", "2", "--parallel.cpu_offload", "true")["memory"]
     assert host["in_host"]

@@ -1,4 +1,4 @@
-"""The configurations for machines with GPUs, which no test can run: they load, can be laid out, and fit their devices."""
+"""The configurations for machines with GPUs, which no test can run: they load, can be laid out and fit the devices."""
 
 from __future__ import annotations
 

@@ -18,6 +18,12 @@ from titan_opd.run import RunSummary
 from titan_opd.train import train
 
 CONFIGS = Path("train_configs/arithmetic")
+RUNS = {
+    "teacher": "a teacher learns from plenty of worked answers",
+    "warm_start": "a smaller student starts from 200 of them",
+    "distill": "it distils on-policy: it answers fresh prompts, the teacher scores every token",
+    "control": "the control: more cross-entropy on the same 200 answers",
+}
 
 
 def main() -> None:
@@ -31,7 +37,8 @@ def main() -> None:
     shutil.rmtree(options.directory, ignore_errors=True)
     summaries: dict[str, RunSummary] = {}
     seconds: dict[str, float] = {}
-    for name in ("teacher", "warm_start", "distill", "control"):
+    for number, (name, story) in enumerate(RUNS.items(), 1):
+        print(f"\n{number}/{len(RUNS)} {name}: {story}", flush=True)
         overrides = ["--run.directory", str(options.directory / name), "--run.seed", str(options.seed)]
         if name in ("distill", "control"):
             overrides += ["--student.path", str(options.directory / "warm_start")]

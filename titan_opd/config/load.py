@@ -34,12 +34,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise ValueError(f"no configuration file {str(path)!r}; see train_configs/ for examples") from None
     except IsADirectoryError:
         raise ValueError(f"{str(path)!r} is a folder; name the TOML file in it") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); name a TOML file") from None
+    except (ValueError, RecursionError) as error:  # broken TOML, another encoding, a number of thousands of digits
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     try:
         for key, text in parse_overrides(overrides):
@@ -125,8 +127,8 @@ def _override(tree: dict[str, Any], key: str, text: str) -> None:
         tree[name] = text
         return
     try:
-        tree[name] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        (tree[name],) = tomllib.loads(f"value = {text}").values()  # more than one: a text of several lines
+    except ValueError:
         raise ValueError(f"--{key} {text!r} is not a TOML value (examples: 3, 1e-4, true, [1, 2])") from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_opd.config.options import check_section, option
+from titan_opd.config.options import MAX_SECONDS, check_section, option
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,10 @@ class ObserveConfig:
     trace: bool = option(False, "a timeline of all processes, `run.directory`/trace.json, for ui.perfetto.dev")
     trace_mb: float = option(256.0, "largest file of events of each process, MiB; what comes later is counted", above=0)
     stall_seconds: float = option(
-        600.0, "when nothing has moved for so long, the run says who waits for whom, and stops", above=0
+        600.0,
+        "when nothing has moved for so long, the run says who waits for whom, and stops",
+        above=0,
+        maximum=MAX_SECONDS,
     )
     gpu_counters: str = option(
         "auto",

@@ -7,11 +7,15 @@ documentation live in one place; `check_section` verifies a section's values, wh
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from typing import Any
 
 from titan_opd.config.spelling import nearest
+
+_INT64 = range(-(2**63), 2**63)  # TOML's integers, and torch's
+MAX_SECONDS = 1e8  # three years; the clocks of Python and torch count no further than some powers of ten beyond
 
 
 def option(
@@ -22,6 +26,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """A field of a configuration section.
 
@@ -30,9 +35,16 @@ def option(
         doc: what the option does, with its unit.
         choices: the allowed values of a string.
         minimum, maximum: inclusive bounds of a number (or of each number of a tuple).
-        above: exclusive lower bound.
+        above, below: exclusive bounds.
     """
-    metadata = {"doc": doc, "choices": choices, "minimum": minimum, "maximum": maximum, "above": above}
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "above": above,
+        "below": below,
+    }
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     if callable(default):  # a nested section, made anew for each configuration
@@ -68,7 +80,7 @@ def convert(value: Any, expected: Any, key: str) -> Any:
     plain = origin or expected
     if isinstance(value, plain) and not (plain in (int, float) and isinstance(value, bool)):
         return value
-    name = getattr(expected, "__name__", str(expected))
+    name = "list" if plain is tuple else getattr(expected, "__name__", str(expected))
     raise ValueError(f"{key} = {value!r} must be of type {name}, it is {type(value).__name__}")
 
 
@@ -93,9 +105,15 @@ def _check_bounds(value: Any, bounds: Any, key: str) -> None:
     if bounds["choices"] and value not in bounds["choices"]:
         allowed = ", ".join(repr(choice) for choice in bounds["choices"])
         raise ValueError(f"{key} = {value!r} is not one of {allowed}{nearest(value, bounds['choices'])}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} = {value!r} must be a finite number")
+    if isinstance(value, int) and value not in _INT64:
+        raise ValueError(f"{key} = {value!r} must fit into 64 bits")
     if bounds["minimum"] is not None and not value >= bounds["minimum"]:
         raise ValueError(f"{key} = {value!r} must be at least {bounds['minimum']}")
     if bounds["maximum"] is not None and not value <= bounds["maximum"]:
         raise ValueError(f"{key} = {value!r} must be at most {bounds['maximum']}")
     if bounds["above"] is not None and not value > bounds["above"]:
         raise ValueError(f"{key} = {value!r} must be above {bounds['above']}")
+    if bounds["below"] is not None and not value < bounds["below"]:
+        raise ValueError(f"{key} = {value!r} must be below {bounds['below']}")

@@ -19,7 +19,7 @@ from titan_opd.config.engines import (
 )
 from titan_opd.config.objective import Objective
 from titan_opd.config.observe import ObserveConfig, ProfileConfig
-from titan_opd.config.options import check_section, option
+from titan_opd.config.options import MAX_SECONDS, check_section, option
 from titan_opd.config.trainer import OptimizerConfig, ParallelConfig, TrainingConfig
 
 __all__ = [
@@ -54,7 +54,9 @@ class RunConfig:
 
     directory: str = option("runs/default", "folder of everything the run writes; refused when it holds another run")
     seed: int = option(0, "seed of weights, data order and sampling", minimum=0)
-    threads: int = option(0, "CPU threads of torch in each process; 0 leaves torch's own choice", minimum=0)
+    threads: int = option(
+        0, "CPU threads of torch in each process; 0 leaves torch's own choice", minimum=0, maximum=1024
+    )
     cores: str = option("", "cores of the trainer's processes, such as '0-3,8'; empty: any")
 
     def __post_init__(self) -> None:
@@ -80,6 +82,10 @@ class StudentConfig:
 
     def __post_init__(self) -> None:
         check_section(self, "student")
+        if not self.path:
+            raise ValueError(
+                "student.path is empty; name the student's folder in Hugging Face format, or a run's folder"
+            )
 
 
 @dataclass(frozen=True)
@@ -196,12 +202,19 @@ class ChannelConfig:
         "on this machine can reach",
     )
     keys: str = option("", "folder of CURVE keys, needed by every address that other machines can reach")
-    heartbeat_seconds: float = option(2.0, "between the signs of life of each process", above=0)
-    silence_seconds: float = option(30.0, "a process that is silent for so long is taken for dead", above=0)
-    lease_seconds: float = option(
-        600.0, "a worker that does nothing for so long while it holds work loses it to others", above=0
+    heartbeat_seconds: float = option(2.0, "between the signs of life of each process", above=0, maximum=MAX_SECONDS)
+    silence_seconds: float = option(
+        30.0, "a process that is silent for so long is taken for dead", above=0, maximum=MAX_SECONDS
     )
-    clock_skew_seconds: float = option(60.0, "most difference between the clocks of two machines", above=0)
+    lease_seconds: float = option(
+        600.0,
+        "a worker that does nothing for so long while it holds work loses it to others",
+        above=0,
+        maximum=MAX_SECONDS,
+    )
+    clock_skew_seconds: float = option(
+        60.0, "most difference between the clocks of two machines", above=0, maximum=MAX_SECONDS
+    )
     store_mb: float = option(4096.0, "most memory for answers, or scores, that wait in a worker, MiB", above=0)
     cores: str = option("", "cores of the conductor's process, such as '0'; empty: any")
 
@@ -239,7 +252,10 @@ class WeightsConfig:
     )
     bucket_mb: float = option(64.0, "weights are gathered and sent in buckets of this size, MiB", above=0)
     timeout_seconds: float = option(
-        120.0, "longest gathering of a bucket in the trainer, and longest update of an engine", above=0
+        120.0,
+        "longest gathering of a bucket in the trainer, and longest update of an engine",
+        above=0,
+        maximum=MAX_SECONDS,
     )
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from titan_opd.config.engines import DTYPES
 from titan_opd.config.float8 import Float8Config
-from titan_opd.config.options import check_section, option
+from titan_opd.config.options import MAX_SECONDS, check_section, option
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class ParallelConfig:
         "a process that has waited so long for the others ends and says for whom; above the longest time that one of "
         "them writes or scores answers alone",
         above=0,
+        maximum=MAX_SECONDS,
     )
 
     def __post_init__(self) -> None:
@@ -110,9 +111,9 @@ class OptimizerConfig:
         choices=("adamw", "adamw_8bit", "muon"),
     )
     learning_rate: float = option(1e-4, "peak learning rate", minimum=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the first and second moments", minimum=0, maximum=1)
+    betas: tuple[float, float] = option((0.9, 0.95), "decay of the first and second moments", minimum=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
-    momentum: float = option(0.95, "of 'muon'", minimum=0, maximum=1)
+    momentum: float = option(0.95, "of 'muon'", minimum=0, below=1)
     muon_dtype: str = option("bfloat16", "of the products by which 'muon' orthogonalises", choices=DTYPES)
     weight_decay: float = option(0.0, "decoupled decay of the matrices; norms and biases have none", minimum=0)
     max_grad_norm: float = option(1.0, "the gradient's global 2-norm is clipped to this; 0 does not clip", minimum=0)

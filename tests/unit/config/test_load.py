@@ -1,6 +1,9 @@
 """The configuration: read, overridden, refused with a message that helps, printed and read back."""
 
 import dataclasses
+import functools
+import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -81,7 +84,11 @@ def test_a_table_that_names_some_keys_keeps_the_sections_own_defaults(tmp_path):
         ("[schedule]\nbatch = true\n", "schedule.batch = True must be of type int, it is bool"),
         ("[schedule]\nbatch = 10\nminibatches = 3\n", "schedule.minibatches = 3 does not divide schedule.batch = 10"),
         ("[optimizer]\nbetas = [0.9]\n", "optimizer.betas .* must have 2 values, it has 1"),
-        ("[optimizer]\nbetas = [0.9, 1.5]\n", r"optimizer.betas\[1\] = 1.5 must be at most 1"),
+        ("[optimizer]\nbetas = [0.9, 1.5]\n", r"optimizer.betas\[1\] = 1.5 must be below 1"),
+        ("[optimizer]\nbetas = [1, 0.9]\n", r"optimizer.betas\[0\] = 1.0 must be below 1"),
+        ("[run]\nseed = 9223372036854775808\n", "run.seed = 9223372036854775808 must fit into 64 bits"),
+        ("[parallel]\ntimeout_seconds = 1e300\n", "parallel.timeout_seconds = 1e.300 must be at most 1"),
+        ("[rollout.sampling]\nstop_ids = 3\n", "rollout.sampling.stop_ids = 3 must be of type list, it is int"),
         ("[evaluation.sampling]\ntop_p = 0\n", "evaluation.sampling.top_p = 0.0 must be above 0"),
         ("[evaluation.sampling]\ntop_q = 1\n", r"unknown key 'top_q' in \[evaluation.sampling\]; did you mean 'top_p'"),
         ("[evaluation]\nsampling = 3\n", "evaluation.sampling = 3 must be a table"),
@@ -102,6 +109,8 @@ def test_a_wrong_key_or_value_is_refused_by_name(tmp_path, text, message):
         (["--rollout.sampler.top_k", "3"], r"no section 'sampler' in \[rollout\]; did you mean 'sampling'"),
         (["--schedule.batch"], "has no value"),
         (["--schedule.batch", "many"], "is not a TOML value"),
+        (["--schedule.batch", "9" * 5000], "is not a TOML value"),
+        (["--schedule.batch", "3\nminibatches = 3"], "is not a TOML value"),
         (["batch", "3"], "must have the form --section.key value"),
     ],
 )
@@ -116,7 +125,15 @@ def test_a_missing_required_key_says_what_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "no configuration file"), ("a = [", "is not valid TOML"), ("a = 1\na = 2", "TOML")]
+    ("content", "message"),
+    [
+        (None, "no configuration file"),
+        ("a = [", "is not valid TOML"),
+        ("a = 1\na = 2", "is not valid TOML"),
+        (f"a = {'9' * 5000}", "is not valid TOML"),
+        ("a = " + "[" * 100_000, "is not valid TOML"),
+    ],
+    ids=["no file", "broken", "twice", "digits", "deep"],
 )
 def test_a_missing_or_broken_file(tmp_path, content, message):
     path = tmp_path / "x.toml"
@@ -126,9 +143,41 @@ def test_a_missing_or_broken_file(tmp_path, content, message):
         load_config(path)
 
 
+@pytest.mark.parametrize("name", ["run.toml/x.toml", "n" * 300])
+def test_a_path_that_cannot_be_a_file(toml, name):
+    with pytest.raises(ValueError, match=r"cannot be read \(.+\); name a TOML file"):
+        load_config(toml.parent / name)
+
+
+def test_a_byte_order_mark_is_passed_over(toml):
+    expected = load_config(toml)
+    toml.write_bytes(b"\xef\xbb\xbf" + toml.read_bytes())
+    assert load_config(toml) == expected
+
+
+def options_of(section, prefix, kind):
+    for field in dataclasses.fields(section):
+        found = field_types(section)[field.name]
+        if dataclasses.is_dataclass(found):
+            yield from options_of(found, f"{prefix}{field.name}.", kind)
+        elif kind is found or kind in typing.get_args(found):
+            yield f"{prefix}{field.name}", typing.get_origin(found) is tuple
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_no_option_is_a_number_that_is_not_finite(toml, value):
+    options = list(options_of(Config, "", float))
+    assert len(options) > 20
+    for key, is_list in options:
+        text = f"[{value}, {value}]" if is_list else value
+        with pytest.raises(ValueError, match=r"must be a finite number"):
+            load_config(toml, [f"--{key}", text])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (('path = "student"', 'path = ""'), "student.path is empty"),
         (('path = "teacher"', ""), "teacher.path is missing"),
         (('path = "teacher"', 'engine = "none"'), "objective.kind = 'forward_kl' needs a teacher"),
         (('kind = "forward_kl"', 'kind = "cross_entropy"'), "set teacher.engine = 'none'"),
@@ -180,6 +229,24 @@ def test_every_option_is_documented():
                 yield from undocumented(kind, f"{prefix}{field.name}.")
 
     assert list(undocumented(Config, "")) == []
+
+
+def test_the_table_of_options_has_the_defaults_of_a_configuration(toml):
+    """A section that is nested in two can have other defaults in each."""
+    config = load_config(toml)
+    section = ""
+    shown = {}
+    for line in document().splitlines():
+        if line.startswith("## ["):
+            section = line[4:-1]
+        elif option := re.match(r"\| `(\w+)` \| `(.*?)` \|", line):
+            shown[f"{section}.{option[1]}"] = option[2]
+    assert len(shown) > 100
+    for key, default in shown.items():
+        value = functools.reduce(getattr, key.split("."), config)
+        value = list(value) if isinstance(value, tuple) else value
+        if key not in ("data.train", "teacher.path"):  # set in SMALLEST
+            assert default == (str(value).lower() if isinstance(value, bool) else repr(value)), key
 
 
 def test_the_table_of_options_is_that_of_the_schema():

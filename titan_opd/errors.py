@@ -28,3 +28,8 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(
             f"cannot write to {path} ({error}); make room or mend what is named there, then go on with --resume"
         ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of another library says, without its line breaks."""
+    return " ".join(str(error).split())

@@ -49,7 +49,7 @@ def pick_checkpoint(run_directory: Path, step: int | None = None) -> Path:
 
 def model_folder(path: str) -> Path:
     """The folder of a model: `path` itself or, when it is a run's folder, the run's newest checkpoint."""
-    return pick_checkpoint(Path(path)) if (Path(path) / CHECKPOINTS).is_dir() else Path(path)
+    return pick_checkpoint(Path(path)) if os.path.isdir(Path(path) / CHECKPOINTS) else Path(path)
 
 
 def cannot_resume(checkpoint: Path, reason: object) -> ValueError:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from titan_opd.errors import one_line
 
 _READABLE = (".jsonl", ".parquet")
 
@@ -39,7 +43,7 @@ def read_rows(path: Path, key: str) -> list[Row]:
             f"{key} = {str(path)!r}: the name ends in {path.suffix!r}, but only {' and '.join(_READABLE)} files are "
             "read; convert the file"
         )
-    if not path.is_file():
+    if not os.path.isfile(path):  # False for a name that no file can have, too
         raise ValueError(f"{key} = {str(path)!r}: there is no such file (looked from {Path.cwd()}); correct the path")
     rows = list(_read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path))
     if not rows:
@@ -50,10 +54,11 @@ def read_rows(path: Path, key: str) -> list[Row]:
 def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not line.strip():
                 continue
             try:
-                columns = json.loads(line.strip())
+                columns = json.loads(line.decode().strip())
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{path}:{number}: broken JSON ({error.msg} at column {error.colno}); each line must be one "
@@ -61,6 +66,10 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 ) from error
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+            except (RecursionError, ValueError) as error:  # nested too deeply, a number of thousands of digits
+                raise ValueError(
+                    f"{path}:{number}: cannot be read as JSON ({error}); mend or remove the row"
+                ) from error
             if not isinstance(columns, dict):
                 raise ValueError(f"{path}:{number}: a line must be an object {{...}}, not {type(columns).__name__}")
             yield Row(number, columns)
@@ -71,8 +80,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as Parquet ({error})") from error
-    for number, columns in enumerate(table.to_pylist(), start=1):
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: what Python has no value for
+        raise ValueError(f"{path}: cannot be read as Parquet ({one_line(error)}); write the file anew") from error
+    for number, columns in enumerate(rows, start=1):
         yield Row(number, columns)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_opd.data.arithmetic import arithmetic_tokenizer
+from titan_opd.errors import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +26,7 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerBase:
     if path_or_name == "arithmetic":
         return arithmetic_tokenizer()
     folder = Path(path_or_name)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False for a name that no folder can have, too
         raise ValueError(
             f"no tokenizer folder {path_or_name!r}; give a local folder in Hugging Face format (nothing is "
             "downloaded), or 'arithmetic' for the built-in tokenizer"
@@ -39,7 +41,7 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the readers of tokenizer files raise a bare Exception too
-        raise ValueError(f"cannot read the tokenizer in {path_or_name!r}: {error}") from error
+        raise ValueError(f"cannot read the tokenizer in {path_or_name!r}: {one_line(error)}") from error
 
 
 def num_tokens(tokenizer: PreTrainedTokenizerBase) -> int:

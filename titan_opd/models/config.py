@@ -7,6 +7,7 @@ model's output.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class DecoderConfig:
             ValueError: the folder or the file is missing or unreadable, or asks for something unsupported.
         """
         directory = Path(path)
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # False for a name that no folder can have, too
             raise ValueError(
                 f"model folder {str(path)!r} does not exist; nothing is downloaded: give the path of a local folder in "
                 "Hugging Face format, with config.json and model.safetensors (or its shards and their index)"
@@ -234,7 +235,9 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is missing; a model folder in Hugging Face format holds config.json and model.safetensors "
             "(or its shards and their index)"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # broken JSON, another encoding, nested too deeply
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, it holds a {type(values).__name__}")

@@ -56,7 +56,7 @@ class PhaseTimes:
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         def add(left: dict, right: dict) -> dict:
-            return {name: left.get(name, 0) + right.get(name, 0) for name in [*left, *(set(right) - set(left))]}
+            return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
 
         return PhaseTimes(add(self.seconds, other.seconds), add(self.tokens, other.tokens))
 

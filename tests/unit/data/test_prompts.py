@@ -81,6 +81,8 @@ def test_a_stop_token_of_the_model_ends_a_response(tmp_path):
     ("row", "options", "message"),
     [
         ('{"prompt": "a"', {}, r"broken JSON \(Expecting ',' delimiter at column 15\); each line must be"),
+        ("[" * 100_000, {}, r"cannot be read as JSON \(maximum recursion depth"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", {}, r"cannot be read as JSON \(Exceeds the limit"),
         ("[1]", {}, r"a line must be an object \{...\}, not list"),
         ({"promt": "a", "x": 1}, {}, r"no column 'prompt' \(data.prompt_field\); the columns are promt, x; did you "
                                      r"mean 'promt'\?; set data.prompt_field"),
@@ -136,7 +138,32 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     refused("a.json", r"the name ends in '.json', but only .jsonl and .parquet files are read; convert", b"{}")
     refused("empty.jsonl", r"the file has no rows", b"\n\n")
     refused("latin.jsonl", r"latin.jsonl:1: not UTF-8", b'{"prompt": "\xe9"}')
+    refused("utf16.jsonl", r"utf16.jsonl:1: not UTF-8", '{"prompt": "a"}\n'.encode("utf-16"))
+    refused("marked.jsonl", r"the file has no rows", b"\xef\xbb\xbf")
+    refused("n" * 300 + ".jsonl", r"there is no such file")
     refused("broken.parquet", r"broken.parquet: cannot be read as Parquet", b"PAR1")
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    prompts = load_prompts(DataConfig(train=str(tmp_path / "marked.jsonl")), TOKENIZER)[0]
+    assert [prompt.question for prompt in prompts] == ["a", "b"]
+
+
+NO_TEXT = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff"))
+PARQUET = {
+    "text that is not UTF-8": pyarrow.table({"prompt": NO_TEXT}),
+    "nanoseconds": pyarrow.table({"prompt": ["a"], "time": pyarrow.array([1], pyarrow.timestamp("ns"))}),
+    "two columns of one name": pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["prompt"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", PARQUET)
+def test_a_parquet_file_that_python_cannot_take_is_named_in_one_line(tmp_path, name):
+    pyarrow.parquet.write_table(PARQUET[name], tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"train.parquet: cannot be read as Parquet") as error:
+        load_prompts(DataConfig(train=str(tmp_path / "train.parquet")), TOKENIZER)
+    assert "\n" not in str(error.value)
 
 
 def test_the_arithmetic_task_needs_its_own_tokenizer(tmp_path):

@@ -43,6 +43,14 @@ def test_broken_files_are_named(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+def test_what_transformers_says_in_lines_is_one(tmp_path):
+    load_tokenizer("arithmetic").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "initializer_range": null}')
+    with pytest.raises(ValueError, match=r"cannot read the tokenizer in .*initializer_range") as error:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
 def test_more_tokens_than_rows_is_refused():
     tokenizer = make_tokenizer("a", "b", "c")
     check_tokenizer(tokenizer, 3, "student.path = 'x'")

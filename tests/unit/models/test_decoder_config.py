@@ -284,3 +284,12 @@ def test_a_missing_or_damaged_config_file_is_named(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config.json must hold a JSON object, it holds a list"):
         DecoderConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+        DecoderConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config.json cannot be read: Is a directory"):
+        DecoderConfig.from_directory(tmp_path)
+    with pytest.raises(ValueError, match=r"does not exist; nothing is downloaded"):
+        DecoderConfig.from_directory("n" * 300)

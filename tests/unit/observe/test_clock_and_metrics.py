@@ -43,6 +43,14 @@ def test_times_of_steps_add_and_tokens_are_per_second_of_their_own_phase():
     assert [str(cell) for cell in phase_table(total).columns[2].cells] == ["40%", "60%"]
 
 
+def test_phases_of_all_steps_stand_in_the_order_in_which_they_first_ran():
+    """Names in a set would change places from process to process."""
+    names = [f"phase {i}" for i in range(20)]
+    total = PhaseTimes({names[0]: 1.0}) + PhaseTimes(dict.fromkeys(names, 1.0), dict.fromkeys(names, 3))
+    assert list(total.seconds) == list(total.tokens) == names
+    assert total.seconds[names[0]] == 2.0
+
+
 def test_metrics_are_lines_of_json_and_tensorboard_scalars(tmp_path):
     writer = MetricsWriter(tmp_path, tensorboard=True)
     writer.write(1, "train", {"loss": 2.5})

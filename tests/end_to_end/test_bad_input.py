@@ -126,6 +126,17 @@ def test_no_configuration(own, capsys):
     assert f"{own.toml} is not valid TOML" in refused(capsys, "eval", own.toml)
 
 
+def test_a_teacher_in_workers(own, capsys):
+    """What it cannot hold is refused before it starts; evaluation answers, which it never sees, may be longer."""
+    workers = ("--teacher.placement", "workers", "--teacher.workers", 1)
+    long = ("--evaluation.sampling.max_new_tokens", 70)
+    assert run_cli("train", own.toml, "--dry-run", *workers, *long) == 0
+    capsys.readouterr()
+    assert "training.tokens_per_microbatch = 60" in refused(capsys, "train", own.toml, *long)
+    expected = short_teacher(own)
+    assert expected in refused(capsys, "train", own.toml, *workers)
+
+
 def remove_weights(own):
     (own.folder / "student/model.safetensors").unlink()
     return "holds neither model.safetensors nor"

@@ -11,7 +11,7 @@ from titan_opd import ops
 from titan_opd.assemble.common import Common, read_common
 from titan_opd.assemble.engines import build_writer, training_engine, what_to_record
 from titan_opd.assemble.prompt_checks import check_prompts
-from titan_opd.assemble.teacher import build_scorer, load_teacher, load_vllm_scorer
+from titan_opd.assemble.teacher import build_scorer, load_teacher, load_vllm_scorer, read_teacher_shape
 from titan_opd.checkpoint import model_folder, resuming_from
 from titan_opd.config import Config
 from titan_opd.data import Prompt, PromptStream
@@ -92,8 +92,8 @@ def assemble(config: Config, world: World, *, checkpoint: Path | None = None) ->
         teacher = load_teacher(config, common, world.device, world)
     eval_prompts = common.eval_prompts[: config.evaluation.num_prompts]
     contexts = {"student.path": common.student.max_position_embeddings}
-    if teacher is not None:
-        contexts["teacher.path"] = teacher.decoder.config.max_position_embeddings
+    if config.teacher.engine == "native":  # here or in a worker
+        contexts["teacher.path"] = read_teacher_shape(config).max_position_embeddings
     check_prompts(config, common.train_prompts, eval_prompts, contexts=contexts, world_size=world.dp_size)
     recording = what_to_record(config.objective, config.rollout)
     writer = build_writer(config, common, recording, world.device)

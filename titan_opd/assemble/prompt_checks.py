@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from titan_opd.config import Config
 from titan_opd.data import Prompt
+from titan_opd.evaluation import require_reference
+from titan_opd.rollout import require_response
 
 
 def check_prompts(
@@ -29,7 +31,10 @@ def check_prompts(
         ValueError: a prompt has no response to train on or no answer to grade against, a sequence could be longer than
             what has to hold it, or there are fewer evaluation prompts than processes.
     """
-    _check_texts(config, train, evaluation)
+    for prompt in train if config.rollout.engine == "answers" else ():
+        require_response(prompt)
+    for prompt in evaluation:
+        require_reference(prompt)
     capacities = {"training.tokens_per_microbatch": config.training.tokens_per_microbatch}
     if config.teacher.engine == "native":
         capacities["teacher.tokens_per_forward"] = config.teacher.tokens_per_forward
@@ -39,29 +44,15 @@ def check_prompts(
         _check_sampled(train, config.rollout.sampling.max_new_tokens, "rollout.sampling", contexts, capacities)
     if not evaluation:
         return
-    # Without a teacher evaluation answers are graded, and never packed.
-    held = capacities if config.teacher.engine == "native" else {}
+    # Where no native teacher is beside the trainer, evaluation answers are graded, and never packed.
+    is_packed = config.teacher.engine == "native" and config.teacher.placement == "colocated"
+    held = capacities if is_packed else {}
     _check_sampled(evaluation, config.evaluation.sampling.max_new_tokens, "evaluation.sampling", contexts, held)
     if len(evaluation) < world_size:
         raise ValueError(
             f"{len(evaluation)} evaluation prompts leave some of the {world_size} processes without one; raise "
             "evaluation.num_prompts or give a file with more of them"
         )
-
-
-def _check_texts(config: Config, train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
-    for prompt in train if config.rollout.engine == "answers" else ():
-        if prompt.response_ids is None:
-            raise ValueError(
-                f"prompt {prompt.id!r} has no response, and rollout.engine = 'answers' needs one for each prompt; name "
-                "the data's column with data.response_field, or choose rollout.engine = 'native'"
-            )
-    for prompt in evaluation:
-        if prompt.answer is None:
-            raise ValueError(
-                f"evaluation prompt {prompt.id!r} has no reference answer to grade against; name the column that has "
-                "it in data.answer_field"
-            )
 
 
 def _check_sampled(
@@ -83,7 +74,7 @@ def _check_sampled(
 
 def _check_experts(prompts: Sequence[Prompt], contexts: Mapping[str, int], capacities: Mapping[str, int]) -> None:
     def total(prompt: Prompt) -> int:
-        return len(prompt.token_ids) + len(prompt.response_ids)
+        return len(prompt.token_ids) + len(require_response(prompt))
 
     longest = max(prompts, key=total)
     subject = f"prompt {longest.id!r} and its response of {len(longest.response_ids)} tokens"

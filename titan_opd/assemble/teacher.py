@@ -21,6 +21,15 @@ from titan_opd.teacher import NativeScorer, Scorer, TeacherModel
 from titan_opd.teacher.model import load_sharded_teacher
 
 
+def read_teacher_shape(config: Config) -> DecoderConfig:
+    """The shape of the native teacher, wherever it runs.
+
+    Raises:
+        ValueError: its config.json is missing or broken, or asks for something unsupported.
+    """
+    return DecoderConfig.from_directory(model_folder(config.teacher.path))
+
+
 def load_teacher(
     config: Config, common: Common, device: torch.device, world: World | None = None
 ) -> TeacherModel | None:
@@ -36,7 +45,7 @@ def load_teacher(
     if config.teacher.engine != "native":
         return None
     path = model_folder(config.teacher.path)
-    rows = DecoderConfig.from_directory(path).vocab_size
+    rows = read_teacher_shape(config).vocab_size
     _check_teacher(config, common.tokenizer, path, num_rows=rows)
     dtype = getattr(torch, config.teacher.dtype)
     if not config.teacher.sharded:

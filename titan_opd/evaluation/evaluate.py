@@ -72,6 +72,16 @@ class EvaluationResult:
         return sum(values) / len(values)
 
 
+def require_reference(prompt: Prompt) -> str:
+    """The answer that an evaluation prompt is graded against; a ValueError where there is none."""
+    if prompt.answer is None:
+        raise ValueError(
+            f"evaluation prompt {prompt.id!r} has no reference answer to grade against; name the column that has "
+            "it in data.answer_field"
+        )
+    return prompt.answer
+
+
 def evaluate(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
@@ -91,11 +101,7 @@ def evaluate(
     if not prompts:
         raise ValueError("there are no evaluation prompts; set data.evaluation to a file that has some")
     for prompt in prompts:
-        if prompt.answer is None:
-            raise ValueError(
-                f"evaluation prompt {prompt.id!r} has no reference answer to grade against; name the column that has "
-                "it in data.answer_field"
-            )
+        require_reference(prompt)
     samples = [Sample(number=i, epoch=0, repeat=0, prompt=prompt) for i, prompt in enumerate(prompts)]
     share = samples if world is None else world.share(samples)
     answers = [_grade(trajectory, grader, tokenizer) for trajectory in engine.generate(share, sampling)]
@@ -106,4 +112,4 @@ def evaluate(
 
 def _grade(trajectory: Trajectory, grader: Grader, tokenizer: PreTrainedTokenizerBase) -> GradedAnswer:
     text = tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
-    return GradedAnswer(trajectory, text, grader(text, trajectory.prompt.answer))
+    return GradedAnswer(trajectory, text, grader(text, require_reference(trajectory.prompt)))

@@ -6,14 +6,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from titan_opd.config.schema import SamplingConfig
-from titan_opd.data.records import Sample, Trajectory
+from titan_opd.data.records import Prompt, Sample, Trajectory
 from titan_opd.rollout.engine import RECORD_NOTHING, Recording, check_version
 from titan_opd.rollout.native import NativeEngine
 from titan_opd.rollout.row_update import RowUpdate
 from titan_opd.rollout.update import NamedTensors
 from titan_opd.weights.pieces import WeightSpec
+
+
+def require_response(prompt: Prompt) -> Tensor:
+    """The expert's response to a prompt, [N] int64; a ValueError where there is none."""
+    if prompt.response_ids is None:
+        raise ValueError(
+            f"prompt {prompt.id!r} has no response, and rollout.engine = 'answers' needs one for each prompt; name "
+            "the data's column with data.response_field, or choose rollout.engine = 'native' or 'vllm'"
+        )
+    return prompt.response_ids
 
 
 class AnswersEngine:
@@ -49,12 +60,7 @@ class AnswersEngine:
         return self._reader.read(answers, sampling, recording)
 
     def _answer(self, sample: Sample) -> Trajectory:
-        response_ids = sample.prompt.response_ids
-        if response_ids is None:
-            raise ValueError(
-                f"prompt {sample.prompt.id!r} has no response, and rollout.engine = 'answers' needs one for each "
-                "prompt; name the data's column with data.response_field, or choose rollout.engine = 'native'"
-            )
+        response_ids = require_response(sample.prompt)
         versions = torch.full(response_ids.shape, self.policy_version, dtype=torch.int32)
         return Trajectory(sample, response_ids, versions, finish_reason="expert")
 

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.end_to_end.workshop import run_cli
 from tests.helpers.processes import CommandProcess
 from tests.helpers.runs import assert_same_run, metrics_without_times, trained_numbers
+from titan_opd.assemble import assemble
 from titan_opd.checkpoint import checkpoint_steps
 from titan_opd.observe import read_metrics
 
@@ -233,10 +234,12 @@ def last_line(text):
 
 
 @pytest.mark.parametrize("options", [(), IN_BACKGROUND])
-@pytest.mark.parametrize("too_large", ["model.safetensors", "trainer/__0_0.distcp"])
-def test_a_save_without_room_leaves_the_checkpoint_before_it(workshop, whole, copy, too_large, options, capsys):
+@pytest.mark.parametrize(
+    ("too_large", "share"), [("model.safetensors", 1), ("trainer/__0_0.distcp", 1), ("trainer/__0_0.distcp", 0.75)]
+)
+def test_a_save_without_room_leaves_the_checkpoint_before_it(workshop, whole, copy, too_large, share, options, capsys):
     step_6, step_8 = (copy / "checkpoints" / f"step-{step:06d}" for step in (6, 8))
-    with file_limit((step_6 / too_large).stat().st_size - 1):
+    with file_limit(int(share * (step_6 / too_large).stat().st_size) - 1):
         assert resume(workshop, copy, *options) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"titan-opd train: error: {step_8} could not be written (")
@@ -317,6 +320,39 @@ def test_free_settings_may_change(workshop, whole, copy):
     assert (moved / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
     step_8 = Path("checkpoints", "step-000008", "model.safetensors")
     assert (moved / step_8).read_bytes() == (whole / step_8).read_bytes()
+
+
+@pytest.mark.parametrize("there", ["a checkpoint", "nothing"])
+def test_a_run_that_another_process_changed_meanwhile_is_left_alone(workshop, whole, copy, there, monkeypatch, capsys):
+    """The other one has begun and ended while this one read its models."""
+    if there == "nothing":
+        shutil.rmtree(copy)
+
+    def assemble_slowly(*arguments, **options):
+        shutil.copytree(whole, copy, dirs_exist_ok=True)
+        return assemble(*arguments, **options)
+
+    monkeypatch.setattr("titan_opd.train.assemble", assemble_slowly)
+    assert resume(workshop, copy) == 2
+    error = capsys.readouterr().err
+    began = 6 if there == "a checkpoint" else 0
+    assert f"another process has changed the run since this one began, from step {began} to step 8" in error
+    assert_same_run(copy, whole)
+
+
+def test_another_run_that_began_meanwhile_is_left_alone(workshop, whole, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+
+    def assemble_slowly(*arguments, **options):
+        run.mkdir()
+        shutil.copy(whole / "config.toml", run)
+        return assemble(*arguments, **options)
+
+    monkeypatch.setattr("titan_opd.train.assemble", assemble_slowly)
+    options = (*OPTIONS, "--optimizer.learning_rate", 0.5)
+    assert run_cli("train", workshop.toml, "--run.directory", run, *options) == 2
+    assert "optimizer.learning_rate differ from the run's config.toml" in capsys.readouterr().err
+    assert [path.name for path in run.iterdir()] == ["config.toml"]
 
 
 def test_a_run_is_not_overwritten(workshop, whole, capsys):

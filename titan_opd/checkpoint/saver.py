@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
@@ -33,7 +32,7 @@ from titan_opd.checkpoint.folder import (
     remove_old_checkpoints,
 )
 from titan_opd.checkpoint.together import Together
-from titan_opd.checkpoint.trainer import SAMPLES_FILE, STATE_FILE, TRAINER, optimizer_state
+from titan_opd.checkpoint.trainer import SAMPLES_FILE, STATE_FILE, TRAINER, optimizer_state, save_optimizer
 from titan_opd.config.schema import CheckpointConfig
 from titan_opd.data.records import ScoredTrajectory
 from titan_opd.errors import StorageError
@@ -182,7 +181,7 @@ class CheckpointSaver:
         try:
             with atomic_folder(final, together) as folder:
                 together.all(lambda: write_student(folder))
-                together.all(lambda: dcp.save(optimizer, checkpoint_id=folder / TRAINER, process_group=self._group))
+                together.all(lambda: save_optimizer(optimizer, folder / TRAINER, self._group))
                 together.main_alone(lambda: write_the_rest(folder))
         except StorageError as error:
             raise StorageError(self._not_written(step, error)) from error

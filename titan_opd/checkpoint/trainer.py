@@ -17,10 +17,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from titan_opd.checkpoint.folder import cannot_resume
@@ -56,6 +60,33 @@ def load_trainer(checkpoint: Path, *, model: nn.Module, optimizer: Optimizer) ->
         raise cannot_resume(checkpoint, f"its trainer state is missing or damaged ({cause})") from error
     set_optimizer_state_dict(model, optimizer, optim_state_dict=stored[_OPTIMIZER])
     return state
+
+
+def save_optimizer(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
+    """Write what `optimizer_state` gives, each process its shards.
+
+    Args:
+        state: the same names in all processes of `group`.
+        folder: `trainer/` of the checkpoint.
+        group: the processes.
+    """
+    dcp.save(state, storage_writer=_Writer(folder), process_group=group)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's, which says of a file that cannot be written why."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # of closing the half-written file: what stopped the writing came before it
+            raise _first_os_error(error) or error from error
+
+
+def _first_os_error(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _check_metadata(folder: Path) -> None:

@@ -82,6 +82,23 @@ def find_start(config: Config, *, resume: bool) -> Start:
     return Start(*max(checkpoints.items(), default=(0, None)))
 
 
+def check_start(config: Config, start: Start) -> None:
+    """What `find_start` found still holds: reading models takes time, in which another process may have been here.
+
+    Raises:
+        ValueError: it has trained the run since, or begun one with other settings.
+    """
+    path = Path(config.run.directory)
+    now = Start(*max(checkpoint_steps(path).items(), default=(0, None)))
+    if now != start:
+        raise ValueError(
+            f"run.directory = {str(path)!r}: another process has changed the run since this one began, from step "
+            f"{start.step} to step {now.step}; start again with --resume to go on from there"
+        )
+    if (path / CONFIG_FILE).exists():
+        _check_unchanged(path / CONFIG_FILE, config)
+
+
 def _check_unchanged(file: Path, config: Config) -> None:
     """Raise a ValueError when a run would go on with settings under which it could not equal the uninterrupted one."""
     changed = [name for name in changed_options(load_config(file), config) if not name.startswith(FREE_OPTIONS)]

@@ -13,7 +13,7 @@ from titan_opd.config import Config, dump_toml
 from titan_opd.errors import writing
 from titan_opd.evaluation import EvaluationResult
 from titan_opd.observe import Display, MetricsWriter, PhaseTimes, read_metrics
-from titan_opd.run.folder import CONFIG_FILE, Start
+from titan_opd.run.folder import CONFIG_FILE, Start, check_start
 from titan_opd.schedule import JOURNAL_FILE, Journal, TrainedSample
 
 
@@ -43,12 +43,14 @@ class RunLog:
             The metrics of the evaluations up to there, by step.
 
         Raises:
-            ValueError: another process writes to the run, or a log was changed since the checkpoint.
+            ValueError: another process writes to the run or has done so since `start` was found, or a log was changed
+                since the checkpoint.
             StorageError: something cannot be written.
         """
         path = self._path
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
+        check_start(self._config, start)
         # First, because it locks the file: a process of this run that is still going on must not lose its own.
         self._journal = Journal(path / JOURNAL_FILE, keep_bytes=state["journal_bytes"])
         remove_remains(path)

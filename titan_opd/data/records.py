@@ -96,6 +96,7 @@ class Trajectory:
 
     @property
     def prompt(self) -> Prompt:
+        """What was asked."""
         return self.sample.prompt
 
 

@@ -23,6 +23,9 @@ class PromptStream:
         shuffle: a new order in each epoch; otherwise the order of `prompts` in all of them.
         seed: of the order.
         samples_per_prompt: samples of a prompt in each epoch.
+
+    Raises:
+        ValueError: there is no prompt.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, samples_per_prompt: int) -> None:

@@ -22,6 +22,8 @@ from titan_opd.models.rope import rope_cos_sin, rotate
 
 
 class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary positions: [T, H] in, [T, H] out."""
+
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
@@ -48,6 +50,8 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)): [T, H] in, [T, H] out."""
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -62,13 +66,19 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind an RMSNorm and added to its input: [T, H] in, [T, H] out.
+
+    Attributes:
+        checkpoint: calls a function and keeps less for the backward pass than the function would; None: a plain call.
+    """
+
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, layer)
         self.mlp = FeedForward(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.checkpoint: Callable[..., Tensor] | None = None  # calls a function and keeps less than it would
+        self.checkpoint: Callable[..., Tensor] | None = None
 
     def forward(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
         inputs = (x_TH, cos_T1F, sin_T1F, attention)
@@ -77,6 +87,7 @@ class DecoderLayer(nn.Module):
         return self.compute(*inputs)
 
     def compute(self, x_TH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, attention: Attention) -> Tensor:
+        """What `forward` does, whether or not it is computed again."""
         # Where the layer is computed again for the backward pass, recipes would hold tensors that it lets go; and a
         # compiler decides by itself what it computes again.
         keep = self.checkpoint is not None or torch.compiler.is_compiling()

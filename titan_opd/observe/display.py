@@ -56,6 +56,7 @@ class Display:
         self.message(f"after {step} steps: {description}")
 
     def close(self) -> None:
+        """End the live line; messages can still be printed."""
         self._bar.stop()
 
 

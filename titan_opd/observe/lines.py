@@ -79,6 +79,7 @@ class LineFile:
             self._file.flush()
 
     def close(self) -> None:
+        """Close the file, which ends its lock."""
         self._file.close()
 
 

@@ -13,7 +13,13 @@ JOURNAL_FILE = "journal.jsonl"
 
 @dataclass(frozen=True)
 class TrainedSample:
-    """One trained answer: which sample, and what is needed to recognise it."""
+    """One trained answer: which sample, and what is needed to recognise it.
+
+    Attributes:
+        number, epoch, repeat: of the `Sample`.
+        prompt: its prompt's id.
+        tokens: of the response, those of weight 0 included.
+    """
 
     number: int
     epoch: int
@@ -23,6 +29,7 @@ class TrainedSample:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrainedSample:
+        """What the journal keeps of an answer."""
         sample = trajectory.sample
         return cls(sample.number, sample.epoch, sample.repeat, sample.prompt.id, len(trajectory.response_ids))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titan_opd import __version__
 from titan_opd.channel.errors import ChannelError
-from titan_opd.errors import LostProcessError, StallError, StorageError
+from titan_opd.errors import LostProcessError, StallError, StorageError, WeightError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             resume = "; the same command with --resume goes on from the newest checkpoint"
             message = f"interrupted{resume if options.command == 'train' else ''}"
             status = 128 + (signals or [signal.SIGINT])[0]
-        elif isinstance(error, (ValueError, StorageError, StallError, LostProcessError, ChannelError)):
+        elif isinstance(error, (ValueError, StorageError, StallError, LostProcessError, ChannelError, WeightError)):
             message = f"error: {error}"
             status = 2 if isinstance(error, ValueError) else 1
         else:
@@ -139,7 +139,9 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.dry_run:
         from titan_opd.assemble import assemble
         from titan_opd.parallel import open_world
+        from titan_opd.run import check_directory
 
+        check_directory(Path(config.run.directory))
         with open_world() as world:
             _say(*assemble(config, world).describe())
         _say("dry run: the configuration can be trained")

@@ -19,6 +19,10 @@ class StallError(RuntimeError):
     """Nothing has moved for too long; the watchdog ended the run. The newest checkpoint is intact."""
 
 
+class WeightError(RuntimeError):
+    """An update of the weights that cannot be used; the text names the tensor, the policy version and who has it."""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of the block, which writes to `path`, into a StorageError that says so."""

@@ -16,6 +16,8 @@ from titan_opd.config.schema import OptimizerConfig
 from titan_opd.models import PackedAttention, load_decoder
 from titan_opd.observe import read_metrics
 from titan_opd.optimizer import learning_rate
+from titan_opd.weights import direct
+from titan_opd.weights.errors import VerificationError
 
 OPTIONS = (
     *("--schedule.minibatches", "2", "--schedule.samples_per_prompt", "2"),
@@ -146,3 +148,47 @@ def test_a_run_folder_in_use_is_refused_and_untouched(workshop, run, capsys):
         assert error.startswith(f"titan-opd train: error: run.directory = '{run}' already holds a run;")
         assert error.count("\n") == 1
     assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=["", "dry run"])
+def test_where_no_folder_can_be_made_is_refused_before_models_are_read(workshop, capsys, flags):
+    for directory, reason in (
+        (workshop.toml, f"{workshop.toml} is a file"),
+        (workshop.toml / "run", f"{workshop.toml} is a file"),
+        (workshop.folder / ("n" * 300), "File name too long"),
+    ):
+        options = ("--run.directory", directory, "--student.path", "nowhere", *flags)
+        assert run_cli("train", workshop.toml, *options) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"titan-opd train: error: run.directory = '{directory}' cannot be a folder")
+        assert reason in error
+        assert error.count("\n") == 1
+
+
+def test_a_run_whose_weights_overflow_says_that_it_has_diverged(workshop, capsys):
+    """Found by the text that trainer and engine compare, before any answer is written with such weights."""
+    run = workshop.folder / "overflow"
+    options = ("--run.directory", run, "--optimizer.learning_rate", "1e300", "--checkpoint.every", "1")
+    assert run_cli("train", workshop.toml, *options) == 2
+    error = capsys.readouterr().err
+    assert "log-probabilities that are not finite" in error
+    assert "lower optimizer.learning_rate" in error
+    assert error.count("\n") == 1
+    assert not list((run / "checkpoints").glob("step-*"))
+
+
+def test_an_update_that_does_not_hold_is_one_line(workshop, capsys, monkeypatch):
+    def differ(*_, **__):
+        raise VerificationError("version 0 at trainer-0: other log-probabilities")
+
+    monkeypatch.setattr(direct, "check_probe", differ)
+    assert run_cli("train", workshop.toml, "--run.directory", workshop.folder / "unverified") == 1
+    assert capsys.readouterr().err == "titan-opd train: error: version 0 at trainer-0: other log-probabilities\n"
+
+
+def test_a_worker_for_a_run_that_takes_none_is_refused(workshop, capsys):
+    for role in ("rollout", "teacher"):
+        assert run_cli("worker", workshop.toml, "--role", role) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("titan-opd worker: error: schedule.mode = 'sync' with rollout.placement")
+        assert "set one of them to 'workers'" in error

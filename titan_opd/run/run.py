@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -41,6 +42,18 @@ from titan_opd.workers.weights import describe_weights
 
 if TYPE_CHECKING:
     from titan_opd.assemble import Parts
+
+
+def check_directory(path: Path) -> None:
+    """Raise a ValueError when `run.directory` is no folder and none can be made there; nothing is written."""
+    try:
+        present = next(folder for folder in (path, *path.parents) if folder.exists())
+    except OSError as error:
+        raise ValueError(f"run.directory = {str(path)!r} cannot be a folder ({error.strerror}); name another") from None
+    if not present.is_dir():
+        raise ValueError(f"run.directory = {str(path)!r} cannot be a folder: {present} is a file; name another")
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise ValueError(f"run.directory = {str(path)!r}: you may not write to {present}; name another folder")
 
 
 class Run:
@@ -88,8 +101,10 @@ class Run:
         no folder behind.
 
         Raises:
-            ValueError: another run lives there and `resume` is False, or it was started with other settings.
+            ValueError: another run lives there and `resume` is False, or it was started with other settings; no folder
+                can be made there.
         """
+        check_directory(Path(config.run.directory))
         start = find_start(config, resume=resume)
         world.barrier()  # all processes have looked before one writes
         return cls(config, world, clock, start)

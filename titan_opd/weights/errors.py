@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-
-class WeightError(RuntimeError):
-    """An update that cannot be used; the text names the tensor, the policy version and who has it."""
+from titan_opd.errors import WeightError
 
 
 class LayoutError(WeightError):

@@ -58,7 +58,11 @@ class TrainerProbe:
 
     @torch.no_grad()
     def __call__(self) -> Probe:
-        """With the present weights; all processes of the trainer take part."""
+        """With the present weights; all processes of the trainer take part.
+
+        Raises:
+            ValueError: the student's log-probabilities are not finite.
+        """
         sample = Sample(0, 0, 0, Prompt("probe", self._ids[:1]))
         response = self._ids[1:]
         versions = torch.zeros(len(response), dtype=torch.int32)
@@ -69,4 +73,9 @@ class TrainerProbe:
         with plain_products(self._model.decoder):  # the engine rounds nothing to float8
             output = self._model(batch.to(weight.device), objective, num_tokens=1, current_version=0)
         reshard(self._model)
+        if not bool(output.per_token.isfinite().all()):
+            raise ValueError(
+                "the student's weights give log-probabilities that are not finite: its files are damaged, or training "
+                "has diverged; then lower optimizer.learning_rate, and begin again from a checkpoint as student.path"
+            )
         return Probe(self._ids.tolist(), (-output.per_token.double()).tolist(), self._tolerance)

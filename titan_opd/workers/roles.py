@@ -80,6 +80,12 @@ def serve_conductor(
     ).run(stop)
 
 
+def _join(transport: Transport, conductor: Address, hello: Hello) -> WorkerPort:
+    """Say Hello to the conductor, which may still be starting; errors as of `WorkerPort.connect`."""
+    logger.info("%s: waits for the conductor at %s, at most %g s", hello.name, conductor.endpoint, START_SECONDS)
+    return WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)
+
+
 def serve_rollout(
     config: Config,
     common: Common,
@@ -106,7 +112,7 @@ def serve_rollout(
         logger.info("%s: %s", name, line)
     store = open_store(config, transport, name, consumer="the teachers and the trainer")
     hello = make_hello(config, common, "rollout", name, store.address)
-    port = WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)
+    port = _join(transport, conductor, hello)
     receiver = WeightReceiver(
         PayloadFetcher(transport, name=name, limits=WEIGHT_LIMITS),
         worker=name,
@@ -161,7 +167,7 @@ def serve_teacher(
         scorer = load_scorer(config, common, device)
     store = open_store(config, transport, name, consumer="the trainer")
     hello = make_hello(config, common, "teacher", name, store.address)
-    port = WorkerPort.connect(transport, conductor, hello, timeout=START_SECONDS)
+    port = _join(transport, conductor, hello)
     worker = TeacherWorker(
         scorer, port, PayloadFetcher(transport, name=name), store, at_a_time=answers_at_a_time(config)
     )

@@ -12,15 +12,18 @@ from pathlib import Path
 
 from titan_opd import __version__
 from titan_opd.channel.errors import ChannelError
-from titan_opd.errors import LostProcessError, StallError, StorageError, WeightError
+from titan_opd.errors import LostProcessError, NotBuiltError, StallError, StorageError, WeightError
+
+# Errors, beside a ValueError, whose text is all that a person needs.
+_NAMED = (StorageError, StallError, LostProcessError, ChannelError, WeightError, NotBuiltError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0; 2 for what the user can mend in the settings; 1 when something could not be written, stalled
-        or was lost; 130 after Ctrl-C and 143 after SIGTERM.
+        The exit status: 0; 2 for what the user can mend in the settings; 1 when something is not built, could not be
+        written, stalled or was lost; 130 after Ctrl-C and 143 after SIGTERM.
     """
     options, overrides = _parser().parse_known_args(arguments)
     if overrides and not hasattr(options, "config"):
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             resume = "; the same command with --resume goes on from the newest checkpoint"
             message = f"interrupted{resume if options.command == 'train' else ''}"
             status = 128 + (signals or [signal.SIGINT])[0]
-        elif isinstance(error, (ValueError, StorageError, StallError, LostProcessError, ChannelError, WeightError)):
+        elif isinstance(error, (ValueError, *_NAMED)):
             message = f"error: {error}"
             status = 2 if isinstance(error, ValueError) else 1
         else:

@@ -23,6 +23,10 @@ class WeightError(RuntimeError):
     """An update of the weights that cannot be used; the text names the tensor, the policy version and who has it."""
 
 
+class NotBuiltError(ImportError):
+    """The compiled operators are missing or were built for another torch; the text has the command that builds them."""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of the block, which writes to `path`, into a StorageError that says so."""

@@ -61,6 +61,19 @@ def test_missing_extension_names_the_build_command(monkeypatch):
         extension.load()
 
 
+def test_a_command_without_the_extension_says_so_in_one_line():
+    """None in sys.modules is a module that cannot be imported."""
+    arguments = ["train", "train_configs/arithmetic/teacher.toml", "--dry-run"]
+    command = (
+        f"import sys; sys.modules['titan_opd._C'] = None; from titan_opd.cli import main; sys.exit(main({arguments}))"
+    )
+    result = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1, result
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("titan-opd train: error: titan_opd's compiled operators (titan_opd._C) do not load")
+    assert line.endswith("run: pip install --no-build-isolation --use-pep517 -e .")
+
+
 @pytest.mark.parametrize(
     ("python", "message"),
     [

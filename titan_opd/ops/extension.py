@@ -7,6 +7,7 @@ import importlib
 import torch
 from torch import Tensor
 
+from titan_opd.errors import NotBuiltError
 from titan_opd.ops.arguments import LOGIT_DTYPES
 
 BUILD_COMMAND = "pip install --no-build-isolation --use-pep517 -e ."
@@ -17,7 +18,7 @@ def load() -> None:
     """Import `titan_opd._C`, and `_CUDA` beside a torch for CUDA: they register `torch.ops.titan_opd`.
 
     Raises:
-        ImportError: an extension is not built, or does not fit this torch; the message has the command that builds it.
+        NotBuiltError: an extension is not built, or does not fit this torch; the text has the command that builds it.
     """
     modules = ["titan_opd._C"]
     if torch.version.cuda is not None:
@@ -26,7 +27,7 @@ def load() -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ImportError(
+            raise NotBuiltError(
                 f"titan_opd's compiled operators ({module}) do not load ({error}). In the repository's root run: "
                 f"{BUILD_COMMAND}"
             ) from error

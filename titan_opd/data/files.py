@@ -72,7 +72,21 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 ) from error
             if not isinstance(columns, dict):
                 raise ValueError(f"{path}:{number}: a line must be an object {{...}}, not {type(columns).__name__}")
+            if b"\\ud" in line.lower() and not _is_text(columns):
+                raise ValueError(
+                    f"{path}:{number}: an escape \\ud8.. to \\udf.. without its other half is no character; mend "
+                    "or remove the row"
+                )
             yield Row(number, columns)
+
+
+def _is_text(columns: dict[str, Any]) -> bool:
+    """Whether all of a row can be written as UTF-8."""
+    try:
+        json.dumps(columns, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

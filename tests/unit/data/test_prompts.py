@@ -62,10 +62,10 @@ def test_evaluation_is_a_file_of_its_own(tmp_path):
 
 
 def test_ids_answers_and_responses_may_be_there_or_not(tmp_path):
-    rows = [{"prompt": "a", "id": 7, "answer": 4}, "", {"prompt": "b", "answer": None}]
+    rows = [{"prompt": "a", "id": 7, "answer": 4}, "", {"prompt": "b", "answer": None, "face": "\U0001f600"}]
     first, second = load(tmp_path, rows)
     assert (first.id, first.answer, first.response_ids) == ("7", "4", None)
-    assert (second.id, second.answer, second.metadata) == ("train.jsonl:3", None, {})
+    assert (second.id, second.answer, second.metadata) == ("train.jsonl:3", None, {"face": "\U0001f600"})
 
 
 def test_a_stop_token_of_the_model_ends_a_response(tmp_path):
@@ -83,6 +83,7 @@ def test_a_stop_token_of_the_model_ends_a_response(tmp_path):
         ('{"prompt": "a"', {}, r"broken JSON \(Expecting ',' delimiter at column 15\); each line must be"),
         ("[" * 100_000, {}, r"cannot be read as JSON \(maximum recursion depth"),
         ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", {}, r"cannot be read as JSON \(Exceeds the limit"),
+        ({"prompt": "a", "id": "\ud800"}, {}, r"an escape .* without its other half is no character"),
         ("[1]", {}, r"a line must be an object \{...\}, not list"),
         ({"promt": "a", "x": 1}, {}, r"no column 'prompt' \(data.prompt_field\); the columns are promt, x; did you "
                                      r"mean 'promt'\?; set data.prompt_field"),

@@ -159,7 +159,8 @@ class Run:
         """
         with ExitStack() as stack:
             self._enter_observers(stack)
-            self._schedule = stack.enter_context(self._opened(parts, replay))
+            with self._unwatched("start of the schedule"):  # whose roles have a time limit of their own
+                self._schedule = stack.enter_context(self._opened(parts, replay))
             yield self._schedule
 
     def _enter_observers(self, stack: ExitStack) -> None:

@@ -142,7 +142,7 @@ class _Batches:
 
     Short sequences are padded at their end to a multiple of `PADDED_TO` and share a call with those that come out as
     long. No mask is needed: a causal row never sees what follows it. The padded length depends on the sequence alone,
-    so that its result does not depend on what it is packed with. Long sequences stay as they are.
+    not on what it is packed with. Long sequences stay as they are.
 
     Attributes:
         shapes: (sequences, tokens of each with their padding) of every batch.

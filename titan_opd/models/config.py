@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Family:
     qk_norm: bool = False
 
 
+GENERATION_FILE = "generation_config.json"
+
 FAMILIES: dict[str, Family] = {  # by the `model_type` of config.json
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
@@ -50,6 +52,7 @@ class DecoderConfig:
         rope_scaling: how the frequencies are stretched; None leaves them as they are.
         initializer_range: standard deviation of a random initialisation.
         eos_token_ids: the ids that end a text; generation_config.json's where there is one, as in transformers.
+        generation_config: the text of generation_config.json, which goes along with the weights as it is; empty: none.
     """
 
     family: str
@@ -69,6 +72,7 @@ class DecoderConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    generation_config: str = field(default="", compare=False, repr=False)
 
     @property
     def qkv_bias(self) -> bool:
@@ -92,12 +96,14 @@ class DecoderConfig:
                 "Hugging Face format, with config.json and model.safetensors (or its shards and their index)"
             )
         values = read_json(directory / "config.json")
-        generation_file = directory / "generation_config.json"
-        if generation_file.exists():
-            generation = read_json(generation_file)
-            if generation.get("eos_token_id") is not None:
-                values["eos_token_id"] = generation["eos_token_id"]
-        return cls.from_dict(values, source=str(directory / "config.json"))
+        generation_file = directory / GENERATION_FILE
+        if not generation_file.exists():
+            return cls.from_dict(values, source=str(directory / "config.json"))
+        generation = read_json(generation_file)
+        if generation.get("eos_token_id") is not None:
+            values["eos_token_id"] = generation["eos_token_id"]
+        config = cls.from_dict(values, source=str(directory / "config.json"))
+        return replace(config, generation_config=generation_file.read_text(encoding="utf-8"))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, source: str = "config.json") -> DecoderConfig:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_opd.models.checkpoint import INDEX_FILE, WEIGHTS_FILE, some_names, weight_shapes
-from titan_opd.models.config import DecoderConfig
+from titan_opd.models.config import GENERATION_FILE, DecoderConfig
 from titan_opd.models.decoder import Decoder
 
 MAX_FILE_BYTES = 4 << 30
@@ -91,11 +91,13 @@ class ModelFiles:
         return path
 
     def write_index(self, folder: Path) -> None:
-        """Write config.json and, where there are several files, the index: last, once, by one process."""
+        """Write the configurations and, where there are several files, the index: last, once, by one process."""
         if len(self.names) > 1:
             weight_map = {name: self._file_name(file) for file, names in enumerate(self.names) for name in names}
             total = sum(self.num_bytes.values())
             _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        if self._config.generation_config:
+            (folder / GENERATION_FILE).write_text(self._config.generation_config, encoding="utf-8")
         stored_dtype = str(self.dtype).removeprefix("torch.")
         _write_json(folder / "config.json", self._config.to_dict() | {"torch_dtype": stored_dtype})
 

@@ -97,6 +97,23 @@ def test_shards_written_by_transformers_are_read(source):
     assert_same_weights(load_decoder(folder), model)
 
 
+@pytest.mark.parametrize("settings", [{"do_sample": True, "temperature": 0.6, "eos_token_id": [3, 5]}, None])
+def test_generation_settings_go_along_as_they_are(source, tmp_path, settings):
+    folder, _ = source
+    shutil.copytree(folder, tmp_path / "in")
+    file, written = (tmp_path / name / "generation_config.json" for name in ("in", "out"))
+    file.unlink(missing_ok=True)
+    if settings is not None:
+        file.write_text(json.dumps(settings, indent=4))
+    decoder = load_decoder(tmp_path / "in")
+    save_decoder(decoder, tmp_path / "out")
+    if settings is None:
+        assert not written.exists()
+    else:
+        assert decoder.config.eos_token_ids == (3, 5)
+        assert written.read_text() == file.read_text()
+
+
 def test_a_large_index_states_the_bytes(source, tmp_path):
     save_decoder(load_decoder(source[0]), tmp_path / "out", max_file_bytes=40_000)
     ours = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())

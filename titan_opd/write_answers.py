@@ -74,12 +74,14 @@ def write_answers(config: Config, path: Path, *, model: str) -> WrittenAnswers:
         model: "teacher" or "student", who answers.
 
     Raises:
-        ValueError: the file is there already, or the model or the prompts cannot be used.
+        ValueError: the file is there already, the model or the prompts cannot be used, or another engine than the
+            native one is asked for.
     """
     if path.suffix != ".jsonl":
         raise ValueError(f"{str(path)!r}: the answers are JSON lines, which data.train reads from .jsonl files only")
     if path.exists():
         raise ValueError(f"{str(path)!r} exists already; name a new file, or delete that one")
+    _check_engine(config, model)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     folder, tokenizer_folder = _folders(config, model)
@@ -111,6 +113,20 @@ def write_answers(config: Config, path: Path, *, model: str) -> WrittenAnswers:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return WrittenAnswers(len(rows), unfinished=len(answers) - len(finished), empty=len(finished) - len(rows))
+
+
+def _check_engine(config: Config, model: str) -> None:
+    section = config.teacher if model == "teacher" else config.rollout
+    if section.engine == "vllm":
+        name = "teacher" if model == "teacher" else "rollout"
+        raise ValueError(
+            f"{name}.engine = 'vllm': the native engine alone writes answers to a file; add --{name}.engine native"
+        )
+    if config.rollout.quantization != "none":
+        raise ValueError(
+            f"rollout.quantization = {config.rollout.quantization!r}: answers are written to a file with the weights "
+            "as they are; add --rollout.quantization none"
+        )
 
 
 def _folders(config: Config, model: str) -> tuple[Path, str]:

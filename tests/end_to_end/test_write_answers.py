@@ -104,6 +104,9 @@ def test_chat_messages_come_back_as_they_were(tmp_path, monkeypatch):
         (["run.toml.jsonl"], "exists already"),
         (["out.jsonl", "--teacher.path", "nowhere"], "nowhere"),
         (["out.jsonl", "--model", "student", "--student.initialize", "random"], "random weights"),
+        (["out.jsonl", "--rollout.quantization", "int8"], "add --rollout.quantization none"),
+        (["out.jsonl", "--teacher.engine", "vllm"], "add --teacher.engine native"),
+        (["out.jsonl", "--model", "student", "--rollout.engine", "vllm"], "add --rollout.engine native"),
         (["out.jsonl", "--rollout.sampling.max_new_tokens", "1"], "none of the 30 answers ended"),
     ],
 )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_opd.ops import RaceWinners, RowStats, TopK, gather_stats, gumbel_sample, topk_logprobs
+from titan_opd.ops.collectives import all_gather_single
 from titan_opd.ops.draw import cumulative_mass, draw_columns
 
 
@@ -49,7 +50,7 @@ class VocabShard:
         if group is not None:
             own = torch.tensor(rank_rows, device=weight_VH.device)
             all_ranks = own.new_empty(dist.get_world_size(group))
-            dist.all_gather_into_tensor(all_ranks, own, group=group)
+            all_gather_single(all_ranks, own, group=group)
             rank_rows, rank = all_ranks.tolist(), dist.get_rank(group)
         if vocab_size is not None and not 0 < vocab_size <= sum(rank_rows):
             raise ValueError(
@@ -149,7 +150,7 @@ class VocabShard:
     def _gather(self, values: Tensor) -> Tensor:
         """[G, ...] the values of all ranks, in order."""
         gathered = values.new_empty(len(self.rank_rows), *values.shape)
-        dist.all_gather_into_tensor(gathered.view(-1), values.contiguous().view(-1), group=self.group)
+        all_gather_single(gathered.view(-1), values.contiguous().view(-1), group=self.group)
         return gathered
 
     def sum_over_shards(self, values: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_opd.models import Decoder
 from titan_opd.ops import multi_copy
+from titan_opd.ops.collectives import all_gather_single
 from titan_opd.parallel import whole_tensor
 from titan_opd.weights.errors import TransferError
 from titan_opd.weights.pieces import Piece, WeightSpec
@@ -177,7 +178,7 @@ class WeightSource:
         gathering.local = local
         gathering.gathered = torch.empty(group.size(), len(local), dtype=self.dtype, device=local.device)
         try:
-            gathering.work = dist.all_gather_into_tensor(gathering.gathered.view(-1), local, group=group, async_op=True)
+            gathering.work = all_gather_single(gathering.gathered.view(-1), local, group=group, async_op=True)
         except RuntimeError as error:
             raise self._error(gathering, error) from error
         return gathering

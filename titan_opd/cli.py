@@ -9,10 +9,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_opd import __version__
 from titan_opd.channel.errors import ChannelError
 from titan_opd.errors import LostProcessError, NotBuiltError, StallError, StorageError, WeightError
+
+if TYPE_CHECKING:
+    from titan_opd.config import Config
 
 # Errors, beside a ValueError, whose text is all that a person needs.
 _NAMED = (StorageError, StallError, LostProcessError, ChannelError, WeightError, NotBuiltError)
@@ -139,29 +143,41 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
 
     config = load_config(options.config, overrides)
     _say(dump_toml(config))
-    if options.dry_run:
-        from titan_opd.assemble import assemble
-        from titan_opd.parallel import open_world
-        from titan_opd.run import check_directory
-
-        check_directory(Path(config.run.directory))
-        with open_world() as world:
-            _say(*assemble(config, world).describe())
-        _say("dry run: the configuration can be trained")
-        return 0
-
-    from titan_opd.observe import print_tables
-    from titan_opd.train import train
-
     if options.replay and options.resume:
         raise ValueError(
             "--replay begins a new run from recorded batches and cannot go on with one: leave out --resume"
         )
     replay = Path(options.replay) if options.replay else None
+    if options.dry_run:
+        _dry_run(config, replay)
+        return 0
+
+    from titan_opd.observe import print_tables
+    from titan_opd.train import train
+
     tables = train(config, resume=options.resume, replay=replay).tables()
     if _is_main():
         print_tables(tables)
     return 0
+
+
+def _dry_run(config: Config, replay: Path | None) -> None:
+    from titan_opd.assemble import assemble
+    from titan_opd.config.schema import ParallelConfig
+    from titan_opd.parallel import open_world
+    from titan_opd.run import check_directory
+    from titan_opd.schedule.replay import ReplaySchedule
+
+    check_directory(Path(config.run.directory))
+    parallel = config.parallel
+    is_alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    with open_world(ParallelConfig() if is_alone else parallel) as world:
+        _say(*assemble(config, world).describe())
+        if replay is not None:
+            ReplaySchedule(replay, num_steps=config.training.steps, world=world)
+    if is_alone and parallel.dp_replicate * max(parallel.dp_shard, 1) * parallel.tp > 1:
+        _say("[parallel] was not tried in this one process: `titan-opd plan` does, for any number")
+    _say("dry run: the configuration can be trained")
 
 
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:

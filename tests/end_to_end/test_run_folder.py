@@ -140,6 +140,20 @@ def test_a_dry_run_checks_and_writes_nothing(workshop, capsys, monkeypatch):
     assert not (workshop.folder / "dry").exists()
 
 
+def test_a_dry_run_looks_for_the_recorded_batches_of_a_replay(workshop, run, capsys):
+    dry = ("train", workshop.toml, "--run.directory", "dry", "--dry-run", "--replay")
+    assert run_cli(*dry, "nowhere.jsonl") == 2
+    assert "--replay nowhere.jsonl is no file" in capsys.readouterr().err
+    assert run_cli(*dry, run / "journal.jsonl") == 2
+    assert "record the run with journal.payload = true" in capsys.readouterr().err
+
+
+def test_a_dry_run_in_one_process_says_that_it_tries_no_layout(workshop, capsys, monkeypatch):
+    monkeypatch.chdir(workshop.folder)
+    assert run_cli("train", workshop.toml, "--run.directory", "dry", "--dry-run", "--parallel.tp", "2") == 0
+    assert "[parallel] was not tried in this one process" in capsys.readouterr().out
+
+
 def test_a_run_folder_in_use_is_refused_and_untouched(workshop, run, capsys):
     before = snapshot(run)
     for options in ((), ("--training.steps", "9")):

@@ -38,16 +38,24 @@ class RMSNorm(nn.RMSNorm):
             weight_H = weight_H.to_local(grad_placements=self.weight_grad_placements)
         if x.is_cuda:  # PyTorch's fused kernel keeps as little
             return F.rms_norm(x, self.normalized_shape, weight_H, self.eps)
+        if not torch.is_grad_enabled():  # a step of generation is many small calls: none more than are needed
+            return _rms_norm(x, weight_H, self.eps)[0]
         return _RMSNorm.apply(x, weight_H, self.eps)
+
+
+def _rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised rows, and 1 / sqrt(mean(x^2) + eps) of each."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight_H).to(x.dtype), scale
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed, scale = _rms_norm(x, weight_H, eps)
         ctx.save_for_backward(x, weight_H, scale)
-        return (wide * scale).mul_(weight_H).to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable
@@ -65,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def swiglu(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202, equation 6), [T, I]."""
-    return _SwiGLU.apply(gate_TI, up_TI)
+    return _SwiGLU.apply(gate_TI, up_TI) if torch.is_grad_enabled() else F.silu(gate_TI).mul_(up_TI)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -67,6 +67,8 @@ def rotate(heads_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
         return torch.cat(
             (first_TNF * cos_T1F - second_TNF * sin_T1F, second_TNF * cos_T1F + first_TNF * sin_T1F), dim=-1
         )
+    if not torch.is_grad_enabled():
+        return _turned(heads_TND, cos_T1F, sin_T1F)
     return _Rotation.apply(heads_TND, cos_T1F, sin_T1F)
 
 

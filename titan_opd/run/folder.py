@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +44,18 @@ class Start:
 
     step: int
     checkpoint: Path | None
+
+
+def check_directory(path: Path) -> None:
+    """Raise a ValueError when `run.directory` is no folder and none can be made there; nothing is written."""
+    try:
+        present = next(folder for folder in (path, *path.parents) if folder.exists())
+    except OSError as error:
+        raise ValueError(f"run.directory = {str(path)!r} cannot be a folder ({error.strerror}); name another") from None
+    if not present.is_dir():
+        raise ValueError(f"run.directory = {str(path)!r} cannot be a folder: {present} is a file; name another")
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise ValueError(f"run.directory = {str(path)!r}: you may not write to {present}; name another folder")
 
 
 def pin_teacher(config: Config) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -29,7 +28,7 @@ from titan_opd.observe.trace import open_tracer
 from titan_opd.observe.trace_merge import merge_trace
 from titan_opd.observe.watchdog import Watchdog
 from titan_opd.parallel import World
-from titan_opd.run.folder import CONFIG_FILE, Start, find_start
+from titan_opd.run.folder import CONFIG_FILE, Start, check_directory, find_start
 from titan_opd.run.log import RunLog
 from titan_opd.run.summary import RunSummary
 from titan_opd.schedule import TrainedSample
@@ -42,18 +41,6 @@ from titan_opd.workers.weights import describe_weights
 
 if TYPE_CHECKING:
     from titan_opd.assemble import Parts
-
-
-def check_directory(path: Path) -> None:
-    """Raise a ValueError when `run.directory` is no folder and none can be made there; nothing is written."""
-    try:
-        present = next(folder for folder in (path, *path.parents) if folder.exists())
-    except OSError as error:
-        raise ValueError(f"run.directory = {str(path)!r} cannot be a folder ({error.strerror}); name another") from None
-    if not present.is_dir():
-        raise ValueError(f"run.directory = {str(path)!r} cannot be a folder: {present} is a file; name another")
-    if not os.access(present, os.W_OK | os.X_OK):
-        raise ValueError(f"run.directory = {str(path)!r}: you may not write to {present}; name another folder")
 
 
 class Run:

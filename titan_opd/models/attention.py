@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -112,6 +113,13 @@ class PackedAttention:
     def _torch_varlen(self, query_TND: Tensor, key_TMD: Tensor, value_TMD: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        grouped = {"enable_gqa": True}
+        if (
+            "enable_gqa" not in inspect.signature(varlen_attn).parameters
+        ):  # torch 2.11 wants as many heads on both sides
+            grouped = {}
+            copies = query_TND.shape[1] // key_TMD.shape[1]
+            key_TMD, value_TMD = (x.repeat_interleave(copies, 1) for x in (key_TMD, value_TMD))
         return varlen_attn(
             query_TND,
             key_TMD,
@@ -121,7 +129,7 @@ class PackedAttention:
             self.max_seqlen,
             self.max_seqlen,
             window_size=(-1, 0),  # causal
-            enable_gqa=True,
+            **grouped,
         )
 
 

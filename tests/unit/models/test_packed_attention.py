@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -71,6 +72,29 @@ def test_the_backend_is_stated():
     assert attention_backend("cpu", torch.bfloat16) == "sdpa"
     assert attention_backend("cuda", torch.float32) == "sdpa"
     assert attention_backend("cuda", torch.bfloat16) in ("flash_attn", "torch_varlen")
+
+
+def kernel_of_today(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
+    """Plays torch's kernel, which needs a GPU, by the formula."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert window_size == (-1, 0)
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    lengths = cu_seq_q.diff().tolist()
+    assert max_q == max_k == max(lengths)
+    return formula(query, key, value, lengths)
+
+
+def kernel_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+    return kernel_of_today(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [kernel_of_today, kernel_of_2_11])
+def test_each_torch_is_asked_as_it_can_be(kernel, monkeypatch):
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
+    lengths = [5, 1, 9]
+    inputs = random_heads(sum(lengths), 6, 2, 16)
+    output = PackedAttention(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))._torch_varlen(*inputs)
+    torch.testing.assert_close(output, formula(*inputs, lengths))
 
 
 @pytest.mark.gpu

@@ -61,8 +61,9 @@ def check_run(run: Path) -> None:
     losses = [line["loss"] for line in lines]
     assert len(losses) == NUM_STEPS
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
-    assert all(0 < line["mismatch/mean"] < 1e-4 for line in lines if "mismatch/mean" in line)
-    assert "mismatch/mean" in lines[0]
+    # A step can have a single token of the newest version, in which both engines agree to the bit; not so the first.
+    assert all(0 <= line["mismatch/mean"] < 1e-4 for line in lines if "mismatch/mean" in line)
+    assert lines[0]["mismatch/mean"] > 0
     assert all(0 < line["weights/probe_floor"] <= line["weights/probe_gap"] < 1e-4 for line in lines)
 
 

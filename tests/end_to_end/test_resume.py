@@ -382,6 +382,7 @@ def test_the_teacher_stays_the_one_that_the_run_began_with(workshop, whole, tmp_
 DAMAGES = {
     "no trainer state": lambda checkpoint: shutil.rmtree(checkpoint / "trainer"),
     "no state.json": lambda checkpoint: (checkpoint / "trainer" / "state.json").unlink(),
+    "state.json without its keys": lambda checkpoint: (checkpoint / "trainer" / "state.json").write_text("{}"),
     "half of state.json": lambda checkpoint: halve(checkpoint / "trainer" / "state.json"),
     "no .metadata": lambda checkpoint: (checkpoint / "trainer" / ".metadata").unlink(),
     "half of .metadata": lambda checkpoint: halve(checkpoint / "trainer" / ".metadata"),

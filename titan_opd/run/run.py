@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from titan_opd.checkpoint import CheckpointSaver, load_samples, load_trainer
+from titan_opd.checkpoint.folder import cannot_resume
 from titan_opd.config import Config
 from titan_opd.data.packing import num_inputs
 from titan_opd.data.records import ScoredTrajectory
@@ -111,9 +112,13 @@ class Run:
     def begin(self, parts: Parts, learner: Learner) -> None:
         """Claim the folder, put the state of a checkpoint back and open the logs where it left them."""
         self._student = parts.student.config
-        state = {"metrics_bytes": 0, "journal_bytes": 0}
+        empty_logs = {"metrics_bytes": 0, "journal_bytes": 0}
+        state = empty_logs
         if self.checkpoint is not None:
             state = load_trainer(self.checkpoint, model=parts.model, optimizer=learner.optimizer)
+            missing = sorted({"prompts", "optimizer_steps", *empty_logs} - state.keys())
+            if missing:
+                raise cannot_resume(self.checkpoint, f"its trainer/state.json lacks {', '.join(missing)}")
             parts.prompts.load_state_dict(state["prompts"])
             learner.steps_taken = state["optimizer_steps"]
             self._probe_floor = state.get("probe_floor")

@@ -116,9 +116,8 @@ def write_answers(config: Config, path: Path, *, model: str) -> WrittenAnswers:
 
 
 def _check_engine(config: Config, model: str) -> None:
-    section = config.teacher if model == "teacher" else config.rollout
-    if section.engine == "vllm":
-        name = "teacher" if model == "teacher" else "rollout"
+    name = "teacher" if model == "teacher" else "rollout"
+    if getattr(config, name).engine == "vllm":
         raise ValueError(
             f"{name}.engine = 'vllm': the native engine alone writes answers to a file; add --{name}.engine native"
         )

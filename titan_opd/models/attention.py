@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -53,6 +54,11 @@ def attention_backend(device: torch.device | str, dtype: torch.dtype) -> str:
 @functools.cache
 def _has_flash_attn() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
+
+
+@functools.cache
+def _takes_groups(varlen_attn: Callable[..., Tensor]) -> bool:
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class PackedAttention:
@@ -113,11 +119,8 @@ class PackedAttention:
     def _torch_varlen(self, query_TND: Tensor, key_TMD: Tensor, value_TMD: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        grouped = {"enable_gqa": True}
-        if (
-            "enable_gqa" not in inspect.signature(varlen_attn).parameters
-        ):  # torch 2.11 wants as many heads on both sides
-            grouped = {}
+        grouped = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
+        if not grouped:  # torch 2.11 wants as many heads on both sides
             copies = query_TND.shape[1] // key_TMD.shape[1]
             key_TMD, value_TMD = (x.repeat_interleave(copies, 1) for x in (key_TMD, value_TMD))
         return varlen_attn(

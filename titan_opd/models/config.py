@@ -97,13 +97,14 @@ class DecoderConfig:
             )
         values = read_json(directory / "config.json")
         generation_file = directory / GENERATION_FILE
-        if not generation_file.exists():
-            return cls.from_dict(values, source=str(directory / "config.json"))
-        generation = read_json(generation_file)
-        if generation.get("eos_token_id") is not None:
-            values["eos_token_id"] = generation["eos_token_id"]
+        generation_text = ""
+        if generation_file.exists():
+            generation = read_json(generation_file)
+            generation_text = generation_file.read_text(encoding="utf-8")
+            if generation.get("eos_token_id") is not None:
+                values["eos_token_id"] = generation["eos_token_id"]
         config = cls.from_dict(values, source=str(directory / "config.json"))
-        return replace(config, generation_config=generation_file.read_text(encoding="utf-8"))
+        return replace(config, generation_config=generation_text)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, source: str = "config.json") -> DecoderConfig:

@@ -45,6 +45,11 @@ class Start:
     step: int
     checkpoint: Path | None
 
+    @classmethod
+    def newest(cls, path: Path) -> Start:
+        """The newest checkpoint of the run in `path`, or its beginning."""
+        return cls(*max(checkpoint_steps(path).items(), default=(0, None)))
+
 
 def check_directory(path: Path) -> None:
     """Raise a ValueError when `run.directory` is no folder and none can be made there; nothing is written."""
@@ -78,9 +83,9 @@ def find_start(config: Config, *, resume: bool) -> Start:
         ValueError: another run lives there and `resume` is False, or it was started with other settings.
     """
     path = Path(config.run.directory)
-    checkpoints = checkpoint_steps(path)
+    start = Start.newest(path)
     known = (path / CONFIG_FILE).exists()
-    if not known and checkpoints:
+    if not known and start.checkpoint is not None:
         raise ValueError(
             f"run.directory = {str(path)!r} holds checkpoints but no {CONFIG_FILE} that tells what they belong to; "
             "put it back, or name another folder (--run.directory NEW)"
@@ -92,7 +97,7 @@ def find_start(config: Config, *, resume: bool) -> Start:
         )
     if known:
         _check_unchanged(path / CONFIG_FILE, config)
-    return Start(*max(checkpoints.items(), default=(0, None)))
+    return start
 
 
 def check_start(config: Config, start: Start) -> None:
@@ -102,7 +107,7 @@ def check_start(config: Config, start: Start) -> None:
         ValueError: it has trained the run since, or begun one with other settings.
     """
     path = Path(config.run.directory)
-    now = Start(*max(checkpoint_steps(path).items(), default=(0, None)))
+    now = Start.newest(path)
     if now != start:
         raise ValueError(
             f"run.directory = {str(path)!r}: another process has changed the run since this one began, from step "

@@ -68,7 +68,7 @@ def run_worker(
         torch.set_num_threads(config.run.threads)
     if role == "teacher" and config.teacher.engine == "none":
         raise ValueError("teacher.engine = 'none': this run has no teacher, so no worker of that role can join it")
-    if config.schedule.mode == "sync" and "workers" not in (config.rollout.placement, config.teacher.placement):
+    if not config.overlaps:
         raise ValueError(
             "schedule.mode = 'sync' with rollout.placement and teacher.placement = 'colocated': this run's trainer "
             "does everything itself, and no worker can join it; for a run with workers set one of them to 'workers', "
